@@ -1,0 +1,244 @@
+"""params.yaml as frozen, strict, typed values: `load_params().generate.concurrency`.
+
+Every key must be there, none may be unknown, and every value must mean the same in YAML 1.1
+(PyYAML, which the stages use) and YAML 1.2 (DVC). What a key does is said in params.yaml itself;
+here stand its type and its limits.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML, YAMLError
+
+from pipeline.errors import ParamsError
+
+PARAMS_PATH = Path("params.yaml")
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """One section of params.yaml: no unknown key, no default, no silent conversion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Verifier(Section):
+    """The reasoning model and how vLLM serves it."""
+
+    model: Annotated[str, Field(min_length=1)]
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None
+    dtype: Dtype
+    quantization: str | None
+    max_model_len: Count
+    reasoning_parser: str | None
+    trust_remote_code: bool
+    server_args: list[str]
+    server_env: dict[str, str]
+
+    @model_validator(mode="after")
+    def _hub_id_needs_a_revision(self) -> "Verifier":
+        if not Path(self.model).is_dir() and self.revision is None:
+            raise ValueError(
+                f"model {self.model!r} is no folder here; a Hugging Face id needs the full "
+                "40-digit commit in verifier.revision"
+            )
+        return self
+
+
+class Think(Section):
+    """The tokens around the reasoning, with the ids they are expected to have."""
+
+    start: Annotated[str, Field(min_length=1)]
+    end: Annotated[str, Field(min_length=1)]
+    start_id: CountOrZero
+    end_id: CountOrZero
+
+
+class Prompts(Section):
+    """Which questions are asked."""
+
+    sources: Annotated[list[str], Field(min_length=1)]
+    seed: int
+    num_held_out: Count
+    sample_cap: Count
+
+
+class Gate(Section):
+    """When a run is bad enough to stop."""
+
+    num_samples: Count
+    min_reasoning_fraction: Fraction
+    min_reasoning_tokens: Count
+
+
+class Generate(Section):
+    """How the verifier is asked."""
+
+    endpoints: list[str]
+    concurrency: Count
+    timeout_s: Count
+    max_tokens: Count
+    temperature: Annotated[float, Field(ge=0, le=2)]
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: CountOrZero
+    thinking: bool
+    thinking_switch: Annotated[str, Field(pattern=r"^[a-z_]+$")] | None
+    gate: Gate
+    max_failed_fraction: Fraction
+
+
+class Reassemble(Section):
+    """What becomes a training sequence."""
+
+    truncated: Literal["keep", "drop"]
+    draft_vocab_size: Count
+
+
+class Extract(Section):
+    """Which hidden states are stored, and how."""
+
+    endpoints: list[str]
+    layer_ids: Annotated[list[CountOrZero], Field(min_length=3, max_length=3)]
+    dtype: Dtype
+    samples_per_shard: Count
+    concurrency: Count
+    timeout_s: Count
+
+    @model_validator(mode="after")
+    def _layers_ascend(self) -> "Extract":
+        if sorted(set(self.layer_ids)) != self.layer_ids:
+            raise ValueError(f"layer_ids must ascend without repeats, not {self.layer_ids}")
+        return self
+
+
+class Train(Section):
+    """How the draft is trained."""
+
+    seed: int
+    num_steps: Count
+    max_tokens_per_batch: Count
+    ttt_steps: Count
+    num_layers: Count
+    learning_rate: Positive
+    muon_learning_rate: Positive
+
+
+class Evaluate(Section):
+    """How the draft is judged offline."""
+
+    max_draft_tokens: Count
+    context_bins: Annotated[list[Count], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _bins_ascend(self) -> "Evaluate":
+        if sorted(set(self.context_bins)) != self.context_bins:
+            raise ValueError(f"context_bins must ascend without repeats, not {self.context_bins}")
+        return self
+
+
+class Benchmark(Section):
+    """How the draft is judged in real serving."""
+
+    num_draft_tokens: Count
+    num_prompts: Count
+    concurrency: Annotated[list[Count], Field(min_length=1)]
+    num_rounds: Count
+    max_tokens: Count
+    side_by_side: bool
+
+
+class DemoVerifier(Section):
+    """How the shipped verifier was trained."""
+
+    seed: int
+
+
+class Params(Section):
+    """The whole of params.yaml."""
+
+    verifier: Verifier
+    think: Think
+    prompts: Prompts
+    generate: Generate
+    reassemble: Reassemble
+    extract: Extract
+    train: Train
+    evaluate: Evaluate
+    benchmark: Benchmark
+    demo_verifier: DemoVerifier
+
+    @model_validator(mode="after")
+    def _answers_fit_the_context(self) -> "Params":
+        for section, value in (("generate", self.generate), ("benchmark", self.benchmark)):
+            if value.max_tokens >= self.verifier.max_model_len:
+                raise ValueError(
+                    f"{section}.max_tokens is {value.max_tokens}, which leaves no room for the "
+                    f"question in verifier.max_model_len {self.verifier.max_model_len}"
+                )
+        return self
+
+
+def load_params(path: Path = PARAMS_PATH) -> Params:
+    """Read and check params.yaml.
+
+    Raises:
+        ParamsError: one line that names the first wrong key, its value and what is allowed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ParamsError(f"{path}: {error.strerror}; run from the project's root") from error
+    try:
+        values = yaml.safe_load(text)
+        as_dvc_reads_it = YAML(typ="safe", pure=True).load(text)
+    except (yaml.YAMLError, YAMLError, ValueError) as error:
+        raise ParamsError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    _check_both_yamls_agree(path, values, as_dvc_reads_it)
+    if not isinstance(values, dict):
+        raise ParamsError(f"{path} holds no sections")
+    try:
+        return Params.model_validate(values)
+    except ValidationError as error:
+        raise ParamsError(f"{path}: {_first_problem(error)}") from None
+
+
+def endpoints_from(environment_variable: str, params_value: list[str]) -> list[str]:
+    """The servers to use: from the environment (comma-separated) before params.yaml."""
+    named = [url.strip() for url in os.environ.get(environment_variable, "").split(",")]
+    return [url.rstrip("/") for url in named if url] or [url.rstrip("/") for url in params_value]
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first validation error as `key: what is wrong (value)`."""
+    problem = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in problem["loc"]) or "params"
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key}"
+    if problem["type"] == "missing":
+        return f"missing key {key}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if isinstance(problem["input"], dict | BaseModel):
+        return f"{key}: {message}"
+    return f"{key}: {message}, not {problem['input']!r}"
+
+
+def _check_both_yamls_agree(path: Path, pyyaml: Any, ruamel: Any, key: str = "") -> None:
+    if isinstance(pyyaml, dict) and isinstance(ruamel, dict) and pyyaml.keys() == ruamel.keys():
+        for name in pyyaml:
+            _check_both_yamls_agree(path, pyyaml[name], ruamel[name], f"{key}.{name}".lstrip("."))
+    elif isinstance(pyyaml, list) and isinstance(ruamel, list) and len(pyyaml) == len(ruamel):
+        for index, (ours, theirs) in enumerate(zip(pyyaml, ruamel, strict=True)):
+            _check_both_yamls_agree(path, ours, theirs, f"{key}[{index}]")
+    elif type(pyyaml) is not type(ruamel) or pyyaml != ruamel:
+        raise ParamsError(
+            f"{path}: {key or 'the file'} reads as {pyyaml!r} in YAML 1.1 and as {ruamel!r} in "
+            "YAML 1.2, which DVC uses; write 0.001 for 1e-3, true/false for on/off, quotes for text"
+        )

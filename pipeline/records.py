@@ -1,0 +1,134 @@
+"""What a row on disk means, from question to sequence.
+
+    raw row → Prompt (data/prompts) → Trace (data/traces) → sequence (data/sequences, `datasets`)
+
+Every stage accounts for its rows: rows in = rows out + rows rejected, by a reason from a closed
+list (the enums here), in its file under reports/.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any, NotRequired, TypedDict
+
+TRACES_PER_PART = 1000
+
+
+class Message(TypedDict):
+    role: str  # system | user | assistant
+    content: str
+
+
+class Split(StrEnum):
+    """Which side of the fence a question stands on. Held-out ones never reach training."""
+
+    HELD_OUT = "held_out"
+    TRAIN = "train"
+
+
+class PromptRejection(StrEnum):
+    """Why a raw row is no question. `prompts` counts each."""
+
+    NOT_JSON = "not_json"  # a line that does not parse
+    NO_CONVERSATION = "no_conversation"  # absent, null or empty
+    BAD_SHAPE = "bad_shape"  # a conversation that is no list of {role, content} objects
+    UNKNOWN_ROLE = "unknown_role"
+    NO_QUESTION = "no_question"  # no user turn
+    STARTS_WITH_ASSISTANT = "starts_with_assistant"
+    TOOLS = "tools"  # tool turns or a tools column: nothing here answers tool calls
+    MULTIMODAL = "multimodal"  # content parts that are no text
+    BLANK = "blank"  # a question of white space
+    DUPLICATE = "duplicate"  # the same messages as an earlier row
+
+
+class Prompt(TypedDict):
+    """One question as it will be sent, in data/prompts/prompts.jsonl (line number = index)."""
+
+    index: int  # place in the order of sha256(seed, key)
+    split: str
+    key: str  # sha256 of messages
+    sample_id: str
+    source: str  # where the raw row says it comes from
+    messages: list[Message]
+
+
+class Status(StrEnum):
+    """What became of a question. Decided from token ids first, text second."""
+
+    OK = "ok"
+    TRUNCATED_IN_REASONING = "truncated_in_reasoning"  # max_tokens came before the think-end
+    TRUNCATED_IN_ANSWER = "truncated_in_answer"
+    EMPTY_REASONING = "empty_reasoning"  # no think block, or white space in it
+    EMPTY_ANSWER = "empty_answer"
+    UNCLOSED_REASONING = "unclosed_reasoning"  # stopped by itself without a think-end
+    PARSER_CONFLICT = "parser_conflict"  # ids, text and finish_reason contradict each other
+    LOOPING = "looping"  # cut while repeating itself
+    GARBAGE = "garbage"  # cut while repeating one token
+    ABORTED = "aborted"  # a finish_reason that is neither stop nor length
+    TOOL_CALL = "tool_call"
+    THINKING_OFF_BY_USER = "thinking_off_by_user"  # the question itself says /no_think
+    REJECTED_BY_SERVER = "rejected_by_server"  # HTTP 400: too long, mostly
+    TIMED_OUT = "timed_out"  # transient: asked again whenever the stage runs
+    FAILED = "failed"  # transient
+
+
+TRANSIENT = frozenset({Status.TIMED_OUT, Status.FAILED})
+TRUNCATED = frozenset({Status.TRUNCATED_IN_REASONING, Status.TRUNCATED_IN_ANSWER})
+# Cut by max_tokens, so a larger max_tokens may save them.
+CUT = TRUNCATED | {Status.LOOPING, Status.GARBAGE}
+
+
+class Trace(TypedDict):
+    """One answered question, a line in data/traces/part-*.jsonl."""
+
+    sample_id: str
+    key: str  # sha256 of all that determines the answer; see pipeline.generate.trace_key
+    status: str
+    source: str
+    messages: list[Message]
+    reasoning: NotRequired[str | None]  # as the server gave it: text, "", null, or absent
+    content: NotRequired[str | None]
+    finish_reason: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    usage: dict[str, int]
+    sampling: dict[str, Any]  # as sent, max_tokens included
+    attempts: int
+    error: NotRequired[str]  # for rejected_by_server, timed_out and failed
+    server_version: str
+
+
+class SequenceRejection(StrEnum):
+    """Why a trace is no training sequence, beside its status. `reassemble` counts each."""
+
+    TRUNCATED = "truncated"  # reassemble.truncated: drop
+    THINK_START = "think_start"  # not exactly one think-start
+    THINK_END = "think_end"  # none where one must be, or one where none may be
+    NO_ANSWER = "no_answer"
+    END_OF_TURN = "end_of_turn"  # missing after stop, or present after length
+    CONTROL_TOKEN = "control_token"  # a control token inside the generated turn
+    USAGE = "usage"  # token counts differ from what the server billed
+
+
+# The columns of data/sequences/{train,held_out}. speculators reads the first three; spans are
+# half-open token ranges [start, end) of input_ids.
+SEQUENCE_COLUMNS = (
+    "input_ids",  # prompt ids + generated ids, as the server gave them
+    "loss_mask",  # 0 on the prompt, 1 on every generated token
+    "seq_len",
+    "sample_id",
+    "key",  # the trace's
+    "prompt_index",
+    "source",
+    "status",
+    "reasoning_start",  # first token after the think-start
+    "reasoning_end",  # the think-end, or seq_len if cut before it
+    "answer_start",  # first token after the think-end, or seq_len
+    "answer_end",  # the end-of-turn token, or seq_len if cut before it
+)
+
+
+def count_by(values: Iterable[StrEnum | str], kinds: type[StrEnum]) -> dict[str, int]:
+    """How many of each kind, zeros included, so that two runs have the same names to compare."""
+    counts = Counter(str(value) for value in values)
+    return {kind.value: counts[kind.value] for kind in kinds}

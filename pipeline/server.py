@@ -1,0 +1,208 @@
+"""Start vLLM, wait until it answers, and leave no process behind.
+
+    with serve(params.verifier, "generate") as endpoint:
+        ... endpoint.base_url ...
+
+The server runs in its own session, so Ctrl-C reaches the stage alone, which then ends the server;
+should the stage die without a word, the kernel tells the server (PR_SET_PDEATHSIG). Output goes to
+logs/vllm-<name>.log.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pipeline.errors import ServerError, VerifierError
+from pipeline.params import Verifier
+from pipeline.progress import waiting
+from pipeline.stage import LOGS, end_with_parent
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 3600  # a trillion parameters take a while to load
+STOP_TIMEOUT_S = 30
+# What vLLM must not do on its own: phone home, or fetch what is not pinned.
+QUIET_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server that speaks the OpenAI API."""
+
+    base_url: str  # ends in /v1
+    model: str  # the name it serves under
+    version: str
+    max_model_len: int
+
+    @property
+    def metrics_url(self) -> str:
+        return self.base_url.removesuffix("/v1") + "/metrics"
+
+
+def serve_command(verifier: Verifier, extra_args: Sequence[str] = ()) -> list[str]:
+    """The `vllm serve …` line for this verifier, without host and port."""
+    optional = {
+        "--revision": verifier.revision,
+        "--quantization": verifier.quantization,
+        "--reasoning-parser": verifier.reasoning_parser,
+    }
+    command = ["vllm", "serve", verifier.model, "--dtype", verifier.dtype]
+    command += ["--max-model-len", str(verifier.max_model_len)]
+    for flag, value in optional.items():
+        if value is not None:
+            command += [flag, value]
+    if verifier.trust_remote_code:
+        command += ["--trust-remote-code"]
+    return [*command, *verifier.server_args, *extra_args]
+
+
+def speculative_args(config: Mapping[str, Any]) -> list[str]:
+    """vLLM's --speculative-config for `config`."""
+    return ["--speculative-config", json.dumps(config, separators=(",", ":"))]
+
+
+@contextmanager
+def serve(verifier: Verifier, name: str, extra_args: Sequence[str] = ()) -> Iterator[Endpoint]:
+    """A vLLM server for as long as the block runs.
+
+    Raises:
+        ServerError: it ended before it was ready; the message holds vLLM's own last error.
+    """
+    with serve_all(verifier, {name: extra_args}) as endpoints:
+        yield endpoints[name]
+
+
+@contextmanager
+def serve_all(
+    verifier: Verifier, extra_args: Mapping[str, Sequence[str]]
+) -> Iterator[dict[str, Endpoint]]:
+    """Several servers of one verifier, started side by side: {name: further arguments}."""
+    with ExitStack() as stack:
+        started = {
+            name: stack.enter_context(_process(verifier, name, args))
+            for name, args in extra_args.items()
+        }
+        with waiting(f"starting vLLM ({', '.join(started)})"):
+            endpoints = {name: _wait_until_ready(*server) for name, server in started.items()}
+        yield endpoints
+
+
+@contextmanager
+def _process(
+    verifier: Verifier, name: str, extra_args: Sequence[str]
+) -> Iterator[tuple[subprocess.Popen[bytes], Path, str]]:
+    port = _free_port()
+    log_path = LOGS / f"vllm-{name}.log"
+    LOGS.mkdir(exist_ok=True)
+    script, *arguments = serve_command(verifier, extra_args)
+    command = [str(Path(sys.executable).with_name(script)), *arguments]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--host", HOST, "--port", str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_server_environment(verifier),
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+    try:
+        yield process, log_path, f"http://{HOST}:{port}/v1"
+    finally:
+        _end(process)
+
+
+def _server_environment(verifier: Verifier) -> dict[str, str]:
+    env = {**os.environ, **QUIET_ENV, "VLLM_CACHE_ROOT": str(Path(".cache/vllm").resolve())}
+    if Path(verifier.model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return {**env, **verifier.server_env}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the server, which ends its engine; SIGKILL to what is left of its session."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, base_url: str) -> Endpoint:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerError(
+                f"vLLM ended with code {process.returncode} before it was ready: "
+                f"{_last_error(log)} (all of it in {log})"
+            )
+        try:
+            return meet(base_url)
+        except ServerError:
+            time.sleep(0.25)
+    raise ServerError(f"vLLM was not ready after {START_TIMEOUT_S} s (see {log})")
+
+
+def meet(base_url: str) -> Endpoint:
+    """Ask a server what it serves. Raises ServerError when nobody answers there."""
+    root = base_url.removesuffix("/v1")
+    try:
+        with httpx.Client(timeout=10, trust_env=False) as client:
+            models = client.get(f"{base_url}/models").raise_for_status().json()["data"]
+            version = client.get(f"{root}/version").raise_for_status().json()["version"]
+    except (httpx.HTTPError, KeyError, ValueError) as error:
+        raise ServerError(f"no vLLM server at {base_url} ({error})") from error
+    if not models:
+        raise ServerError(f"the server at {base_url} serves no model")
+    model = models[0]
+    return Endpoint(base_url, model["id"], version, int(model.get("max_model_len") or 0))
+
+
+def meet_all(base_urls: Sequence[str], verifier: Verifier) -> list[Endpoint]:
+    """The given servers, each checked to serve the verifier of params.yaml with its context.
+
+    Raises:
+        VerifierError: another model, or a shorter context.
+    """
+    endpoints = [meet(url if url.endswith("/v1") else f"{url}/v1") for url in base_urls]
+    for endpoint in endpoints:
+        if endpoint.model != verifier.model:
+            raise VerifierError(
+                f"{endpoint.base_url} serves {endpoint.model}, but verifier.model is "
+                f"{verifier.model}"
+            )
+        if endpoint.max_model_len < verifier.max_model_len:
+            raise VerifierError(
+                f"{endpoint.base_url} serves {endpoint.max_model_len} tokens of context, but "
+                f"verifier.max_model_len is {verifier.max_model_len}"
+            )
+    return endpoints
+
+
+def _last_error(log: Path) -> str:
+    """vLLM's own reason: the last line that names an error, without the log prefix."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    named = [line for line in lines if "Error" in line or "error:" in line]
+    return (named or lines or ["no output"])[-1].split("] ", 1)[-1].strip()[:300]

@@ -42,7 +42,9 @@ def run_stage(name: str, main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        err.print(f"{name}: interrupted; what is stored stays, the next run goes on", style="yellow")
+        err.print(
+            f"{name}: interrupted; what is stored stays, the next run goes on", style="yellow"
+        )
         sys.exit(130)
     except PipelineError as error:
         err.print(f"{name}: {error}", style="bold red", markup=False, soft_wrap=True)

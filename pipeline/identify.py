@@ -1,0 +1,216 @@
+"""Stage 1, identify: prove what the verifier is before anything is asked of it.
+
+Reads    the verifier's config, tokenizer, chat template and weights; params `verifier.*`, `think.*`
+Writes   data/verifier.json (the source of ids and sizes for all later stages),
+         reports/identify.json
+Run      python -m pipeline.identify
+
+A local folder is hashed; of a Hugging Face model the small files of the pinned revision are
+fetched and the hub's own sha256 of each weights file is taken.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ParamsError, VerifierError
+from pipeline.params import Params, Think, Verifier, load_params
+from pipeline.resume import content_key, file_sha256, write_json
+from pipeline.stage import run_stage
+from pipeline.verifier import VERIFIER_PATH, FileIdentity, VerifierIdentity, fingerprint
+
+METRICS_PATH = Path("reports/identify.json")
+WEIGHTS = "*.safetensors"
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tiktoken.model",
+)
+
+
+def main() -> None:
+    params = load_params()
+    identity = identify(params)
+    write_json(VERIFIER_PATH, identity.model_dump())
+    metrics = {
+        "think_start_id": identity.think_start_id,
+        "think_end_id": identity.think_end_id,
+        "num_weights_files": len(identity.weights),
+        "weights_bytes": sum(file.size_bytes for file in identity.weights),
+        "weights_fingerprint": identity.weights_fingerprint,
+        "num_hidden_layers": identity.num_hidden_layers,
+        "hidden_size": identity.hidden_size,
+        "vocab_size": identity.vocab_size,
+    }
+    write_json(METRICS_PATH, metrics)
+    print(
+        f"{identity.model}: {identity.num_hidden_layers} layers of {identity.hidden_size}, "
+        f"{identity.think_start} {identity.think_start_id}, "
+        f"{identity.think_end} {identity.think_end_id}, ends a turn with {identity.end_ids}"
+    )
+
+
+def identify(params: Params) -> VerifierIdentity:
+    """Everything later stages rely on, read from the verifier's own files.
+
+    Raises:
+        VerifierError: the model's files are incomplete, or too small for params.yaml.
+        ParamsError: a think token is not one token, or has another id.
+    """
+    verifier = params.verifier
+    folder, weights = _files(verifier)
+    config = _config(folder, verifier)
+    tokenizer = _load_tokenizer(folder, verifier)
+    if not tokenizer.chat_template:
+        raise VerifierError(f"{verifier.model} has no chat template, so nothing can be asked")
+    start_id, end_id = think_ids(tokenizer, params.think)
+    return VerifierIdentity(
+        model=verifier.model,
+        revision=verifier.revision,
+        config_sha256=file_sha256(folder / "config.json"),
+        tokenizer_sha256=content_key(
+            [
+                (name, file_sha256(folder / name))
+                for name in TOKENIZER_FILES
+                if (folder / name).is_file()
+            ]
+        ),
+        chat_template_sha256=content_key(tokenizer.chat_template),
+        weights=weights,
+        weights_fingerprint=fingerprint(weights),
+        think_start=params.think.start,
+        think_end=params.think.end,
+        think_start_id=start_id,
+        think_end_id=end_id,
+        end_ids=_end_ids(folder, config, tokenizer),
+        bos_id=tokenizer.bos_token_id,
+        control_ids=sorted(set(tokenizer.all_special_ids) - {start_id, end_id}),
+        blank_ids=[
+            token_id
+            for token_id in range(len(tokenizer))
+            if not tokenizer.decode([token_id]).strip() and tokenizer.decode([token_id])
+        ],
+        num_hidden_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+    )
+
+
+def think_ids(tokenizer: Any, think: Think) -> tuple[int, int]:
+    """The ids of the two think tokens, each proved to be exactly one token with the expected id.
+
+    Raises:
+        ParamsError: it is several tokens, or one with another id than params.yaml expects.
+    """
+    found = []
+    for key, text, expected in (
+        ("start", think.start, think.start_id),
+        ("end", think.end, think.end_id),
+    ):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+            raise ParamsError(
+                f"think.{key}: {text!r} is no single token of the verifier but ids {ids}; "
+                "set it to the marker that its chat template uses"
+            )
+        if ids[0] != expected:
+            raise ParamsError(
+                f"think.{key}_id is {expected}, but the verifier's tokenizer gives {text!r} the "
+                f"id {ids[0]}; set think.{key}_id: {ids[0]} if that is the right marker"
+            )
+        found.append(ids[0])
+    if found[0] == found[1]:
+        raise ParamsError(f"think.start and think.end are the same token {found[0]}")
+    return found[0], found[1]
+
+
+def _files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
+    """The folder with the small files, and the identity of each weights file, by name."""
+    local = Path(verifier.model)
+    if local.is_dir():
+        weights = [
+            FileIdentity(name=path.name, size_bytes=path.stat().st_size, sha256=file_sha256(path))
+            for path in sorted(local.glob(WEIGHTS))
+        ]
+        folder = local
+    else:
+        folder, weights = _hub_files(verifier)
+    if not (folder / "config.json").is_file():
+        raise VerifierError(f"{verifier.model} holds no config.json")
+    if not weights:
+        raise VerifierError(f"{verifier.model} holds no {WEIGHTS} (no other format is loaded)")
+    return folder, weights
+
+
+def _hub_files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        folder = snapshot_download(
+            verifier.model, revision=verifier.revision, allow_patterns=SMALL_FILES
+        )
+        info = HfApi().model_info(verifier.model, revision=verifier.revision, files_metadata=True)
+    except (HfHubHTTPError, OSError) as error:
+        raise VerifierError(
+            f"{verifier.model} at {verifier.revision} cannot be read from the hub: "
+            f"{type(error).__name__}; check the name, the revision and HF_TOKEN"
+        ) from error
+    return Path(folder), [
+        FileIdentity(name=file.rfilename, size_bytes=file.size or 0, sha256=file.lfs.sha256)
+        for file in sorted(info.siblings or [], key=lambda file: file.rfilename)
+        if file.rfilename.endswith(".safetensors") and file.lfs
+    ]
+
+
+def _config(folder: Path, verifier: Verifier) -> dict[str, Any]:
+    """config.json's text part, checked to hold the context that params.yaml asks for."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config") or config
+    context = config["max_position_embeddings"]
+    if verifier.max_model_len > context:
+        raise ParamsError(
+            f"verifier.max_model_len is {verifier.max_model_len}, but the model's context "
+            f"is {context}"
+        )
+    return config
+
+
+def _load_tokenizer(folder: Path, verifier: Verifier) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder,
+            trust_remote_code=verifier.trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise VerifierError(
+            f"the tokenizer of {verifier.model} does not load: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> list[int]:
+    """All ids that end a generation, as vLLM collects them: config, generation config, tokenizer."""
+    generation = folder / "generation_config.json"
+    named: list[Any] = [config.get("eos_token_id"), tokenizer.eos_token_id]
+    if generation.is_file():
+        named.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+    ids: set[int] = set()
+    for value in named:
+        ids.update([value] if isinstance(value, int) else value or [])
+    if not ids:
+        raise VerifierError(f"{folder} names no eos_token_id, so no answer could end")
+    return sorted(ids)
+
+
+if __name__ == "__main__":
+    run_stage("identify", main)

@@ -1,0 +1,241 @@
+"""Stage 2, prompts: raw chat rows become the questions that will be asked.
+
+Reads    the files in `prompts.sources`: JSONL, JSON (a list) or Parquet, rows with ShareGPT
+         `conversations` (from/value) or OpenAI `messages` (role/content)
+Writes   data/prompts/prompts.jsonl (records.Prompt, line number = index),
+         data/prompts/rejected.jsonl (file, row, reason), reports/prompts.json
+Run      python -m pipeline.prompts
+
+A question is the leading system turn, if it says anything, and the first user turn. Questions are
+ordered by sha256(prompts.seed, key), so new rows and a larger cap move nobody; the first
+`num_held_out` are held out, the next `sample_cap` are trained on.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.errors import DataError
+from pipeline.params import Prompts, load_params
+from pipeline.progress import progress_bar
+from pipeline.records import Message, Prompt, PromptRejection, Split, count_by
+from pipeline.resume import content_key, write_json, write_jsonl
+from pipeline.stage import run_stage
+
+PROMPTS_PATH = Path("data/prompts/prompts.jsonl")
+REJECTED_PATH = Path("data/prompts/rejected.jsonl")
+METRICS_PATH = Path("reports/prompts.json")
+
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "function_call": "tool",
+    "observation": "tool",
+}
+ROWS_PER_PROGRESS = 1000
+
+
+class Rejected(Exception):
+    """A raw row that is no question; `reason` says why."""
+
+    def __init__(self, reason: PromptRejection) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+def main() -> None:
+    params = load_params().prompts
+    prompts, rejected, num_unused = select(params)
+    write_jsonl(PROMPTS_PATH, (dict(prompt) for prompt in prompts))
+    write_jsonl(REJECTED_PATH, rejected)
+    metrics = metrics_of(prompts, rejected, num_unused)
+    write_json(METRICS_PATH, metrics)
+    rejected_by = {k: n for k, n in metrics["rejected"].items() if n}
+    print(
+        f"{metrics['rows_in']} rows: {metrics['held_out']} held out, {metrics['train']} to train "
+        f"on, {num_unused} beyond sample_cap, {len(rejected)} rejected {rejected_by}"
+    )
+    if metrics["train"] < params.sample_cap:
+        print(f"fewer than prompts.sample_cap {params.sample_cap}: the sources hold no more")
+
+
+def select(params: Prompts) -> tuple[list[Prompt], list[dict[str, Any]], int]:
+    """The chosen questions in order, the rejected rows, and how many good rows were left over.
+
+    Raises:
+        DataError: a source is missing or of no known format, or holds too few questions.
+    """
+    rejected: list[dict[str, Any]] = []
+    questions: dict[str, tuple[str, list[Message]]] = {}  # key → source, messages
+    for path in map(Path, params.sources):
+        with progress_bar(f"reading {path.name}", path_rows(path), "rows") as bar:
+            for number, row in enumerate(read_rows(path), start=1):
+                try:
+                    messages = question_of(row)
+                    key = content_key(messages)
+                    if key in questions:
+                        raise Rejected(PromptRejection.DUPLICATE)
+                    questions[key] = (str(row.get("source") or path.stem), messages)
+                except Rejected as rejection:
+                    reason = rejection.reason.value
+                    rejected.append({"file": str(path), "row": number, "reason": reason})
+                if number % ROWS_PER_PROGRESS == 0:
+                    bar.advance(ROWS_PER_PROGRESS, f"{len(rejected)} rejected")
+            bar.advance(bar.total - bar.done, f"{len(rejected)} rejected")
+    if len(questions) <= params.num_held_out:
+        raise DataError(
+            f"{', '.join(params.sources)}: {len(questions)} questions, {len(rejected)} rows "
+            f"rejected; prompts.num_held_out {params.num_held_out} leaves none to train on"
+        )
+    wanted = params.num_held_out + params.sample_cap
+    chosen = heapq.nsmallest(wanted, questions, key=lambda key: content_key([params.seed, key]))
+    prompts = [
+        Prompt(
+            index=index,
+            split=Split.HELD_OUT if index < params.num_held_out else Split.TRAIN,
+            key=key,
+            sample_id=f"{key[:16]}_gen0",
+            source=questions[key][0],
+            messages=questions[key][1],
+        )
+        for index, key in enumerate(chosen)
+    ]
+    return prompts, rejected, len(questions) - len(prompts)
+
+
+def question_of(row: Any) -> list[Message]:
+    """The messages to send for one raw row.
+
+    Raises:
+        Rejected: the row is no question, with the reason.
+    """
+    if row is None:
+        raise Rejected(PromptRejection.NOT_JSON)
+    if not isinstance(row, dict):
+        raise Rejected(PromptRejection.BAD_SHAPE)
+    turns = row.get("messages") or row.get("conversations")
+    if not turns:
+        raise Rejected(PromptRejection.NO_CONVERSATION)
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise Rejected(PromptRejection.BAD_SHAPE)
+    if row.get("tools"):
+        raise Rejected(PromptRejection.TOOLS)
+    roles = [_role(turn) for turn in turns]
+    if "tool" in roles:
+        raise Rejected(PromptRejection.TOOLS)
+    speaking = [role for role in roles if role != "system"]
+    if not speaking:
+        raise Rejected(PromptRejection.NO_QUESTION)
+    if speaking[0] == "assistant":
+        raise Rejected(PromptRejection.STARTS_WITH_ASSISTANT)
+    first_user = roles.index("user")
+    messages: list[Message] = []
+    if roles[0] == "system" and (system := _text(turns[0])).strip():
+        messages.append({"role": "system", "content": system})
+    question = _text(turns[first_user])
+    if not question.strip():
+        raise Rejected(PromptRejection.BLANK)
+    return [*messages, {"role": "user", "content": question}]
+
+
+def _role(turn: dict[str, Any]) -> str:
+    name = turn.get("role", turn.get("from"))
+    role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+    if role is None:
+        raise Rejected(PromptRejection.UNKNOWN_ROLE)
+    return role
+
+
+def _text(turn: dict[str, Any]) -> str:
+    """The turn's text; a list of text parts is joined, any other part is a rejection."""
+    content = turn.get("content", turn.get("value"))
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise Rejected(PromptRejection.MULTIMODAL)
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str) or not _is_unicode(content):
+        raise Rejected(PromptRejection.BAD_SHAPE)
+    return content
+
+
+def _is_unicode(text: str) -> bool:
+    """False for a lone surrogate (a JSON escape cut in half): no server could be sent it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_rows(path: Path) -> Iterator[Any]:
+    """Each row of a source; None for a JSONL line that does not parse.
+
+    Raises:
+        DataError: the file is missing, unreadable or of no known format.
+    """
+    try:
+        match path.suffix:
+            case ".jsonl":
+                with path.open("rb") as file:
+                    yield from (_parsed(line) for line in file if line.strip())
+            case ".json":
+                rows = orjson.loads(path.read_bytes())
+                if not isinstance(rows, list):
+                    raise DataError(f"{path}: a JSON source is a list of rows")
+                yield from rows
+            case ".parquet":
+                import pyarrow.parquet as pq
+
+                for batch in pq.ParquetFile(path).iter_batches(ROWS_PER_PROGRESS):
+                    yield from batch.to_pylist()
+            case suffix:
+                raise DataError(f"{path}: {suffix or 'no suffix'} is not .jsonl, .json or .parquet")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}; see prompts.sources") from error
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{path} is no JSON: {error}") from error
+
+
+def path_rows(path: Path) -> int:
+    """How many rows to expect, for the progress bar; 0 when only reading would tell."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def metrics_of(
+    prompts: list[Prompt], rejected: list[dict[str, Any]], num_unused: int
+) -> dict[str, Any]:
+    splits: Iterable[str] = [prompt["split"] for prompt in prompts]
+    return {
+        "rows_in": len(prompts) + num_unused + len(rejected),
+        **count_by(splits, Split),
+        "beyond_cap": num_unused,
+        "rejected": count_by((row["reason"] for row in rejected), PromptRejection),
+        "source": dict(sorted(Counter(prompt["source"] for prompt in prompts).items())),
+    }
+
+
+if __name__ == "__main__":
+    run_stage("prompts", main)

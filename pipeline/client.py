@@ -1,4 +1,4 @@
-"""Many long generations at once: bounded concurrency, few and late retries, an end to hopeless runs.
+"""Many long generations at once: bounded, rarely repeated, and ended when hopeless.
 
     await ask_all(requests, endpoints, concurrency, timeout_s, on_answer)
 

@@ -135,7 +135,7 @@ def ask(
     stored: dict[str, Trace],
     gate: Gate,
 ) -> None:
-    """Ask what is to do and journal each answer; the first answers are judged before the rest go out.
+    """Ask what is to do and journal each answer; the first ones are judged before the rest go out.
 
     Raises:
         BadRun: the answers fail the gate; they lie in data/.stash/failed_gate.jsonl then, and the
@@ -237,7 +237,7 @@ def trace_of(answer: Answer, prompt: Prompt, params: Generate, verifier: Verifie
 
 
 def rejudged(trace: Trace, prompt: Prompt, params: Generate, verifier: VerifierIdentity) -> Trace:
-    """A stored answer under the present think ids: what it says is kept, what it means may differ."""
+    """A stored answer under the present think ids: its text stays, its status may change."""
     judged: Trace = {**trace, "source": prompt["source"]}
     if trace["token_ids"]:
         judged["status"] = judge(trace, verifier, thinking=params.thinking)

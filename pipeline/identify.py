@@ -199,7 +199,7 @@ def _load_tokenizer(folder: Path, verifier: Verifier) -> Any:
 
 
 def _end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> list[int]:
-    """All ids that end a generation, as vLLM collects them: config, generation config, tokenizer."""
+    """All ids that end a generation, from where vLLM takes them: both configs and the tokenizer."""
     generation = folder / "generation_config.json"
     named: list[Any] = [config.get("eos_token_id"), tokenizer.eos_token_id]
     if generation.is_file():

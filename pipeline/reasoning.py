@@ -178,4 +178,5 @@ def diagnosis(bad: list[Trace], num_judged: int, params: Generate) -> str:
         f'"status": "{t["status"]}"}}'
         for t in bad[:2]
     )
-    return f"{len(bad)} of {num_judged} answers fail the reasoning gate: {cause}. Two of them:\n{shown}"
+    failed = f"{len(bad)} of {num_judged} answers fail the reasoning gate"
+    return f"{failed}: {cause}. Two of them:\n{shown}"

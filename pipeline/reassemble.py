@@ -12,6 +12,7 @@ renders a finished turn and nothing is tokenized again. What breaks an invariant
 its reason; nothing is repaired.
 """
 
+import hashlib
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -42,7 +43,7 @@ from pipeline.records import (
     Trace,
     count_by,
 )
-from pipeline.resume import content_key, read_jsonl, write_json, write_jsonl
+from pipeline.resume import read_jsonl, write_json, write_jsonl
 from pipeline.stage import run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
 
@@ -221,7 +222,10 @@ def save_dataset(rows: list[dict[str, Any]], folder: Path) -> None:
     `datasets` puts a random fingerprint into state.json unless it is given one.
     """
     table = pa.Table.from_pylist(rows)
-    fingerprint = content_key([row["key"] for row in rows])[:16]
+    digest = hashlib.sha256()
+    for batch in table.to_batches():
+        digest.update(batch.serialize())
+    fingerprint = digest.hexdigest()[:16]
     temp = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temp, ignore_errors=True)
     Dataset(InMemoryTable(table), fingerprint=fingerprint).save_to_disk(str(temp))
@@ -264,22 +268,13 @@ def summary(tokens: "pd.Series[int]") -> dict[str, float]:
 
 def outside_vocabulary(rows: list[dict[str, Any]], t2d: np.ndarray) -> dict[str, int]:
     """Held-out tokens that the draft can never propose, by phase."""
-    return {
-        phase: int(
-            sum(
-                np.count_nonzero(
-                    ~t2d[
-                        np.asarray(
-                            row["input_ids"][row[f"{phase}_start"] : row[f"{phase}_end"]],
-                            dtype=np.int64,
-                        )
-                    ]
-                )
-                for row in rows
-            )
-        )
-        for phase in ("reasoning", "answer")
-    }
+    missing = {"reasoning": 0, "answer": 0}
+    for row in rows:
+        known = t2d[row["input_ids"]]  # [seq_len] bool
+        for phase in missing:
+            span = known[row[f"{phase}_start"] : row[f"{phase}_end"]]
+            missing[phase] += int(np.count_nonzero(~span))
+    return missing
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ Acceptance comes from vLLM's own counters, taken one request at a time in the fi
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,17 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.client import Answer, Request, ask_all, run
 from pipeline.errors import DataError, ServerError
-from pipeline.generate import template_kwargs
 from pipeline.params import Benchmark, Params, load_params
 from pipeline.progress import Bar, progress_bar
-from pipeline.prompts import PROMPTS_PATH
-from pipeline.records import Split
+from pipeline.records import DRAFT, PROMPTS_PATH, Split
 from pipeline.resume import read_jsonl, write_json
-from pipeline.server import Endpoint, serve, serve_all, speculative_args
+from pipeline.server import Endpoint, serve_all, speculative_args
 from pipeline.stage import run_stage
 from pipeline.verifier import load_verifier
 
-DRAFT = Path("models/draft")
 METRICS_PATH = Path("reports/benchmark.json")
 TIMEOUT_S = 3600
 # n-gram speculation looks for the last 4 down to 2 tokens earlier in the text.
@@ -88,7 +83,7 @@ def benchmark_requests(params: Params) -> list[Request]:
                 "messages": row["messages"],
                 "max_tokens": params.benchmark.max_tokens,
                 "temperature": 0.0,
-                "chat_template_kwargs": template_kwargs(params.generate),
+                "chat_template_kwargs": params.generate.template_kwargs,
                 "return_token_ids": True,
             },
         )
@@ -111,32 +106,22 @@ class Round:
 
 
 def measure(requests: list[Request], params: Params) -> list[Round]:
-    settings = params.benchmark
-    args = server_args(settings)
-    total = len(args) * len(settings.concurrency) * settings.num_rounds * len(requests)
+    """All rounds: the three servers taking turns, or one after the other."""
+    settings, args = params.benchmark, server_args(params.benchmark)
+    groups = [list(args)] if settings.side_by_side else [[name] for name in args]
     rounds: list[Round] = []
-    if settings.side_by_side:
-        with serve_all(params.verifier, args) as endpoints, bar_of(total) as bar:
+    for names in groups:
+        total = len(names) * len(settings.concurrency) * settings.num_rounds * len(requests)
+        with (
+            serve_all(params.verifier, {name: args[name] for name in names}) as endpoints,
+            progress_bar(f"benchmarking {', '.join(names)}", total, "answers") as bar,
+        ):
             for number in range(settings.num_rounds):
                 for concurrency in settings.concurrency:
                     for name, endpoint in endpoints.items():
                         this = Round(name, concurrency, number)
                         rounds.append(play(this, requests, endpoint, bar))
-        return rounds
-    with bar_of(total) as bar:
-        for name in args:
-            with serve(params.verifier, name, args[name]) as endpoint:
-                for number in range(settings.num_rounds):
-                    for concurrency in settings.concurrency:
-                        this = Round(name, concurrency, number)
-                        rounds.append(play(this, requests, endpoint, bar))
     return rounds
-
-
-@contextmanager
-def bar_of(total: int) -> Iterator[Bar]:
-    with progress_bar("benchmarking", total, "answers") as bar:
-        yield bar
 
 
 def play(this: Round, requests: list[Request], endpoint: Endpoint, bar: Bar) -> Round:

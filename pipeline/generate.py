@@ -22,10 +22,11 @@ from pipeline.client import Answer, Request, Throughput, ask_all, run
 from pipeline.errors import BadRun, ServerError
 from pipeline.params import Generate, Params, endpoints_from, load_params
 from pipeline.progress import progress_bar
-from pipeline.prompts import PROMPTS_PATH
 from pipeline.reasoning import Gate, judge, num_reasoning_tokens
 from pipeline.records import (
     CUT,
+    PROMPTS_PATH,
+    TRACES,
     TRACES_PER_PART,
     TRANSIENT,
     TRUNCATED,
@@ -39,7 +40,6 @@ from pipeline.server import Endpoint, meet_all, serve
 from pipeline.stage import run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
 
-TRACES = Path("data/traces")
 JOURNAL = TRACES / "journal.jsonl"
 STASH = Path("data/.stash/traces.jsonl")
 FAILED_GATE = Path("data/.stash/failed_gate.jsonl")
@@ -90,8 +90,8 @@ def trace_key(prompt: Prompt, params: Generate, verifier: VerifierIdentity) -> s
     return content_key(
         {
             "messages": prompt["messages"],
-            "sampling": sampling_of(params),
-            "thinking": template_kwargs(params),
+            "sampling": params.sampling,
+            "thinking": params.template_kwargs,
             "model": verifier.model,
             "weights": verifier.weights_fingerprint,
             "chat_template": verifier.chat_template_sha256,
@@ -100,22 +100,14 @@ def trace_key(prompt: Prompt, params: Generate, verifier: VerifierIdentity) -> s
     )
 
 
-def sampling_of(params: Generate) -> dict[str, Any]:
-    return {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
-
-
-def template_kwargs(params: Generate) -> dict[str, bool]:
-    return {params.thinking_switch: params.thinking} if params.thinking_switch else {}
-
-
 def request_body(prompt: Prompt, params: Generate) -> dict[str, Any]:
     """The JSON on the wire, less the model. Every sampling value is sent, so that no
     generation_config.json beside the model decides in silence."""
     return {
         "messages": prompt["messages"],
         "max_tokens": params.max_tokens,
-        **sampling_of(params),
-        "chat_template_kwargs": template_kwargs(params),
+        **params.sampling,
+        "chat_template_kwargs": params.template_kwargs,
         "return_token_ids": True,
     }
 
@@ -195,7 +187,7 @@ def trace_of(answer: Answer, prompt: Prompt, params: Generate, verifier: Verifie
         "prompt_token_ids": [],
         "token_ids": [],
         "usage": {},
-        "sampling": {**sampling_of(params), "max_tokens": params.max_tokens},
+        "sampling": {**params.sampling, "max_tokens": params.max_tokens},
         "attempts": answer.attempts,
         "server_version": answer.endpoint.version,
     }

@@ -94,6 +94,16 @@ class Generate(Section):
     gate: Gate
     max_failed_fraction: Fraction
 
+    @property
+    def sampling(self) -> dict[str, float | int]:
+        """The sampling values as sent, less max_tokens, which only bounds them."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+    @property
+    def template_kwargs(self) -> dict[str, bool]:
+        """vLLM's chat_template_kwargs. A boolean: the string "false" is true in a template."""
+        return {self.thinking_switch: self.thinking} if self.thinking_switch else {}
+
 
 class Reassemble(Section):
     """What becomes a training sequence."""

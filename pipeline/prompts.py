@@ -22,11 +22,10 @@ import orjson
 from pipeline.errors import DataError
 from pipeline.params import Prompts, load_params
 from pipeline.progress import progress_bar
-from pipeline.records import Message, Prompt, PromptRejection, Split, count_by
+from pipeline.records import PROMPTS_PATH, Message, Prompt, PromptRejection, Split, count_by
 from pipeline.resume import content_key, write_json, write_jsonl
 from pipeline.stage import run_stage
 
-PROMPTS_PATH = Path("data/prompts/prompts.jsonl")
 REJECTED_PATH = Path("data/prompts/rejected.jsonl")
 METRICS_PATH = Path("reports/prompts.json")
 

@@ -27,14 +27,14 @@ from datasets.table import InMemoryTable
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
 from pipeline.errors import DataError, ParamsError
-from pipeline.generate import TRACES
 from pipeline.params import Reassemble, load_params
 from pipeline.progress import progress_bar
-from pipeline.prompts import PROMPTS_PATH
 from pipeline.reasoning import spans_of
 from pipeline.records import (
-    CUT,
+    PROMPTS_PATH,
     SEQUENCE_COLUMNS,
+    SEQUENCES,
+    TRACES,
     TRUNCATED,
     Prompt,
     SequenceRejection,
@@ -47,7 +47,6 @@ from pipeline.resume import read_jsonl, write_json, write_jsonl
 from pipeline.stage import run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
 
-SEQUENCES = Path("data/sequences")
 METRICS_PATH = Path("reports/reassemble.json")
 TRAINABLE = TRUNCATED | {Status.OK}
 
@@ -131,7 +130,7 @@ def sequence_of(
     status = Status(trace["status"])
     if status not in TRAINABLE:
         raise Rejected(status)
-    if status in CUT and params.truncated == "drop":
+    if status in TRUNCATED and params.truncated == "drop":
         raise Rejected(SequenceRejection.TRUNCATED)
     prompt_ids, token_ids = trace["prompt_token_ids"], trace["token_ids"]
     check_ids(trace, status, verifier, thinking=thinking)

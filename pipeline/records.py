@@ -9,9 +9,15 @@ list (the enums here), in its file under reports/.
 from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+PROMPTS_PATH = Path("data/prompts/prompts.jsonl")
+TRACES = Path("data/traces")
 TRACES_PER_PART = 1000
+SEQUENCES = Path("data/sequences")
+HIDDEN_STATES = Path("data/hidden_states")
+DRAFT = Path("models/draft")
 
 
 class Message(TypedDict):

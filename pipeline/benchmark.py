@@ -25,7 +25,7 @@ from pipeline.params import Benchmark, Params, load_params
 from pipeline.progress import Bar, progress_bar
 from pipeline.records import DRAFT, PROMPTS_PATH, Split
 from pipeline.resume import read_jsonl, write_json
-from pipeline.server import Endpoint, serve_all, speculative_args
+from pipeline.server import Endpoint, draft_config, serve_all, speculative_args
 from pipeline.stage import run_stage
 from pipeline.verifier import load_verifier
 
@@ -62,15 +62,6 @@ def server_args(params: Benchmark) -> dict[str, list[str]]:
         "plain": COMMON_ARGS,
         "ngram": [*COMMON_ARGS, *speculative_args(ngram)],
         "draft": [*COMMON_ARGS, *speculative_args(draft_config(k))],
-    }
-
-
-def draft_config(num_draft_tokens: int) -> dict[str, Any]:
-    """vLLM's --speculative-config that puts the draft to use."""
-    return {
-        "method": "eagle3",
-        "model": str(DRAFT),
-        "num_speculative_tokens": num_draft_tokens,
     }
 
 

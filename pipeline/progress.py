@@ -16,6 +16,7 @@ from rich.progress import (
 )
 
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_WORTH_A_LINE = 2.0
 
 
 class Bar:
@@ -33,11 +34,13 @@ class Bar:
         self._show()
 
     def _show(self) -> None:
-        """Without a terminal: a line every ten seconds, and one at the end."""
+        """Without a terminal: a line every ten seconds and one at the end; none for a moment."""
         now = time.monotonic()
         if now - self._last_line < SECONDS_BETWEEN_LINES and self.done < self.total:
             return
         self._last_line = now
+        if now - self._started < SECONDS_WORTH_A_LINE:
+            return
         rate = self.done / max(now - self._started, 1e-9)
         left = (self.total - self.done) / rate if rate else float("inf")
         end = f"{left:.0f} s left" if self.done < self.total else f"in {now - self._started:.0f} s"

@@ -26,6 +26,7 @@ import httpx
 from pipeline.errors import ServerError, VerifierError
 from pipeline.params import Verifier
 from pipeline.progress import waiting
+from pipeline.records import DRAFT
 from pipeline.stage import LOGS, end_with_parent
 
 HOST = "127.0.0.1"
@@ -69,6 +70,11 @@ def serve_command(verifier: Verifier, extra_args: Sequence[str] = ()) -> list[st
 def speculative_args(config: Mapping[str, Any]) -> list[str]:
     """vLLM's --speculative-config for `config`."""
     return ["--speculative-config", json.dumps(config, separators=(",", ":"))]
+
+
+def draft_config(num_draft_tokens: int) -> dict[str, Any]:
+    """The --speculative-config that puts the trained draft to use."""
+    return {"method": "eagle3", "model": str(DRAFT), "num_speculative_tokens": num_draft_tokens}
 
 
 @contextmanager

@@ -1,0 +1,106 @@
+"""The short table at the end of `make repro`: what the run made, and how to put it to use.
+
+Reads    reports/*.json, params.yaml
+Run      python -m pipeline.summary
+"""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.errors import PipelineError
+from pipeline.params import load_params
+from pipeline.resume import read_json
+from pipeline.server import draft_config, serve_command, speculative_args
+
+REPORTS = Path("reports")
+
+
+def main() -> None:
+    try:
+        params = load_params()
+        reports = {
+            stage: read_json(REPORTS / f"{stage}.json")
+            for stage in ("prompts", "generate", "reassemble", "evaluate", "benchmark")
+        }
+    except PipelineError as error:
+        sys.exit(f"summary: {error}")
+    out = Console()
+    out.print(rows_table(reports))
+    out.print(draft_table(reports))
+    command = serve_command(
+        params.verifier, speculative_args(draft_config(params.benchmark.num_draft_tokens))
+    )
+    out.print("Put the draft to use:")
+    print(shlex.join(command))
+
+
+def rows_table(reports: dict[str, Any]) -> Table:
+    """What came in, what is left, and what was rejected for which reason, stage by stage."""
+    prompts, generate, reassemble = (reports[s] for s in ("prompts", "generate", "reassemble"))
+    table = Table("stage", "rows in", "kept", "rejected, by reason", title="What the data is")
+    table.add_row(
+        "prompts",
+        str(prompts["rows_in"]),
+        f"{prompts['train']} + {prompts['held_out']} held out",
+        by_reason({**prompts["rejected"], "beyond_cap": prompts["beyond_cap"]}),
+    )
+    statuses = generate["status"]
+    table.add_row(
+        "generate",
+        str(generate["rows_in"]),
+        f"{statuses['ok']} ok",
+        by_reason({status: n for status, n in statuses.items() if status != "ok"}),
+    )
+    table.add_row(
+        "reassemble",
+        str(reassemble["rows_in"]),
+        f"{reassemble['train']} + {reassemble['held_out']} held out",
+        by_reason(reassemble["rejected"]),
+    )
+    reasoning = reassemble["reasoning_tokens"]
+    table.caption = (
+        f"reasoning tokens a row: mean {reasoning['mean']}, p50 {reasoning['p50']}, "
+        f"p95 {reasoning['p95']}"
+    )
+    return table
+
+
+def by_reason(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in counts.items() if n) or "none"
+
+
+def draft_table(reports: dict[str, Any]) -> Table:
+    """No speculation, n-gram and draft side by side, as vLLM served them."""
+    served, offline = reports["benchmark"], reports["evaluate"]["acceptance_length"]
+    table = Table("", "acceptance length", "by position", "tokens/s", "speed", "outputs as plain")
+    first = next(iter(served["tokens_per_s"]["plain"]))
+    for name, label in (("plain", "no speculation"), ("ngram", "n-gram"), ("draft", "draft")):
+        length = served["acceptance_length"].get(name)
+        positions = served["acceptance_by_position"].get(name, {})
+        same = {"plain": "plain_vs_plain_fraction", "ngram": "lossless_fraction_ngram"}
+        table.add_row(
+            label,
+            f"{length:.2f}" if length else "1.00",
+            " ".join(f"{share:.2f}" for share in positions.values()),
+            f"{served['tokens_per_s'][name][first]:.0f}",
+            f"x {served['speedup'].get(name, 1.0):.2f}",
+            f"{served[same.get(name, 'lossless_fraction')]:.0%}",
+        )
+    table.title = (
+        f"What the draft is worth (greedy, {served['num_draft_tokens']} draft tokens, "
+        f"{first} request at a time)"
+    )
+    table.caption = (
+        f"draft by phase, offline: {offline['reasoning']:.2f} in reasoning, "
+        f"{offline['answer']:.2f} in the answer, {offline['overall']:.2f} overall"
+    )
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,15 @@
 """params.yaml as frozen, strict, typed values: `load_params().generate.concurrency`.
 
+`python -m pipeline.params` checks the file and says nothing when it is right; `make repro` does so
+first, because a key that no stage reads would otherwise pass unseen.
+
 Every key must be there, none may be unknown, and every value must mean the same in YAML 1.1
 (PyYAML, which the stages use) and YAML 1.2 (DVC). What a key does is said in params.yaml itself;
 here stand its type and its limits.
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -135,6 +139,7 @@ class Train(Section):
     seed: int
     num_steps: Count
     max_tokens_per_batch: Count
+    dtype: Literal["float32", "bfloat16"]
     ttt_steps: Count
     num_layers: Count
     learning_rate: Positive
@@ -226,6 +231,13 @@ def endpoints_from(environment_variable: str, params_value: list[str]) -> list[s
     return [url.rstrip("/") for url in named if url] or [url.rstrip("/") for url in params_value]
 
 
+def main() -> None:
+    try:
+        load_params()
+    except ParamsError as error:
+        sys.exit(f"params: {error}")
+
+
 def _first_problem(error: ValidationError) -> str:
     """The first validation error as `key: what is wrong (value)`."""
     problem = error.errors(include_url=False)[0]
@@ -252,3 +264,7 @@ def _check_both_yamls_agree(path: Path, pyyaml: Any, ruamel: Any, key: str = "")
             f"{path}: {key or 'the file'} reads as {pyyaml!r} in YAML 1.1 and as {ruamel!r} in "
             "YAML 1.2, which DVC uses; write 0.001 for 1e-3, true/false for on/off, quotes for text"
         )
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ import hashlib
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,10 @@ def num_prompts() -> int:
 def prompts_and_traces() -> Iterator[tuple[Prompt, Trace]]:
     """Each prompt with its trace: `generate` leaves exactly one a prompt, in the same order."""
     traces = (row for part in sorted(TRACES.glob("part-*.jsonl")) for row in read_jsonl(part))
-    for prompt, trace in zip(read_jsonl(PROMPTS_PATH), traces, strict=True):
-        assert prompt["sample_id"] == trace["sample_id"], "traces out of step with prompts"
-        yield prompt, trace  # type: ignore[misc]
+    for prompt, trace in zip_longest(read_jsonl(PROMPTS_PATH), traces):
+        if not prompt or not trace or prompt["sample_id"] != trace["sample_id"]:
+            raise DataError(f"{TRACES} does not answer {PROMPTS_PATH}; `dvc repro generate` does")
+        yield prompt, trace
 
 
 def sequence_of(

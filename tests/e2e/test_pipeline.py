@@ -1,0 +1,200 @@
+"""The whole pipeline for real: vLLM, speculators and DVC, with the params that ship."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import load_from_disk
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from tests.e2e.conftest import Project, clone_of_the_working_tree
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+AFTER_IDENTIFY = ["generate", "reassemble", "extract", "train", "evaluate", "benchmark"]
+
+
+def report(project: Project, stage: str) -> Any:
+    return json.loads((project.root / f"reports/{stage}.json").read_text())
+
+
+def traces(project: Project) -> list[dict[str, Any]]:
+    parts = sorted((project.root / "data/traces").glob("part-*.jsonl"))
+    return [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+
+
+def test_the_draft_is_worth_serving(finished: Project) -> None:
+    served = report(finished, "benchmark")
+    assert served["num_draft_tokens"] == 3
+    assert served["acceptance_length"]["draft"] >= 2.5
+    assert served["acceptance_length"]["draft"] > served["acceptance_length"]["ngram"]
+    assert served["lossless_fraction"] == 1.0
+
+
+def test_offline_acceptance_agrees_with_serving(finished: Project) -> None:
+    """Within 10 %: the benchmark asks a part of the held-out questions that `evaluate` walks."""
+    offline = report(finished, "evaluate")["acceptance_length"]["overall"]
+    served = report(finished, "benchmark")["acceptance_length"]["draft"]
+    assert offline == pytest.approx(served, rel=0.1)
+
+
+def test_every_row_is_accounted_for(finished: Project) -> None:
+    num_lines = len((finished.root / "data/raw/questions.jsonl").read_bytes().splitlines())
+    prompts, generate = report(finished, "prompts"), report(finished, "generate")
+    reassemble, extract = report(finished, "reassemble"), report(finished, "extract")
+    asked = prompts["train"] + prompts["held_out"]
+    assert asked + prompts["beyond_cap"] + sum(prompts["rejected"].values()) == num_lines
+    assert sum(generate["status"].values()) == generate["rows_in"] == asked
+    kept = reassemble["train"] + reassemble["held_out"]
+    assert kept + sum(reassemble["rejected"].values()) == asked
+    assert extract["rows_in"] == kept
+
+
+def test_sequences_are_what_the_verifier_wrote(finished: Project) -> None:
+    """Decoded with the verifier's own tokenizer, it reads as think block and answer."""
+    tokenizer = AutoTokenizer.from_pretrained(finished.root / "models/verifier")
+    by_id = {trace["sample_id"]: trace for trace in traces(finished)}
+    rows = load_from_disk(str(finished.root / "data/sequences/train"))
+    for row in rows:
+        trace = by_id[row["sample_id"]]
+        generated = row["input_ids"][-sum(row["loss_mask"]) :]
+        assert generated == trace["token_ids"]
+        if row["status"] == "ok":
+            text = tokenizer.decode(generated)
+            block = f"<think>{trace['reasoning']}</think>{trace['content']}<|im_end|>"
+            assert text.split() == block.split()
+            assert tokenizer.decode(
+                row["input_ids"][row["reasoning_start"] : row["reasoning_end"]]
+            ).strip()
+
+
+def test_nothing_to_do_is_said_and_nothing_is_run(finished: Project) -> None:
+    again = finished.run("dvc", "repro").stdout
+    assert "Data and pipelines are up to date." in again
+    assert "Data and pipelines are up to date." in finished.run("dvc", "status").stdout
+
+
+def test_git_sees_only_results(finished: Project) -> None:
+    changed = {line[3:] for line in finished.run("git", "status", "--short").stdout.splitlines()}
+    assert {
+        name for name in changed if name != "dvc.lock" and not name.startswith("reports/")
+    } == set()
+
+
+def test_the_summary_ends_with_the_line_that_serves_the_draft(finished: Project) -> None:
+    last = finished.run("python", "-m", "pipeline.summary").stdout.splitlines()[-1]
+    assert last.startswith("vllm serve models/verifier ")
+    assert '"model":"models/draft"' in last
+
+
+def test_no_path_of_the_machine_is_in_the_draft(finished: Project) -> None:
+    for file in (finished.root / "models/draft").iterdir():
+        assert str(finished.root).encode() not in file.read_bytes(), file
+
+
+def test_evaluate_params_rerun_evaluate_alone(copy: Project) -> None:
+    copy.set_params(evaluate__context_bins=[100, 200])
+    assert copy.repro() == ["evaluate"]
+
+
+def test_concurrency_reruns_generate_without_one_request_and_nothing_after_it(
+    copy: Project,
+) -> None:
+    (copy.root / "logs/vllm-generate.log").unlink()
+    before = traces(copy)
+    copy.set_params(generate__concurrency=63)
+    assert copy.repro() == ["generate"]
+    assert not (copy.root / "logs/vllm-generate.log").exists(), "a server was started"
+    assert traces(copy) == before
+
+
+def test_think_tokens_rerun_identify_and_all_after_it_without_asking(copy: Project) -> None:
+    """With another single token as think-end, which no verifier closes its reasoning with."""
+    (copy.root / "logs/vllm-generate.log").unlink()
+    end_id = AutoTokenizer.from_pretrained(copy.root / "models/verifier").convert_tokens_to_ids(
+        "<|endoftext|>"
+    )
+    copy.set_params(
+        think__end="<|endoftext|>",
+        think__end_id=end_id,
+        generate__gate__min_reasoning_fraction=0.0,
+    )
+    assert copy.repro("generate") == ["identify", "generate"]
+    assert not (copy.root / "logs/vllm-generate.log").exists(), "a server was started"
+    assert {trace["status"] for trace in traces(copy)} & {"ok"} == set()
+    stale = json.loads(copy.run("dvc", "status", "--json").stdout)
+    assert set(AFTER_IDENTIFY[1:]) <= stale.keys()
+
+
+def test_a_retrained_verifier_reruns_everything_after_identify(copy: Project) -> None:
+    weights = copy.root / "models/verifier/model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] *= 1.01
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert copy.repro("identify") == ["identify"]
+    stale = json.loads(copy.run("dvc", "status", "--json").stdout)
+    assert set(AFTER_IDENTIFY) <= stale.keys()
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"prompts__sample_capp": 3}, "unknown key prompts.sample_capp"),
+        ({"generate__concurrency": "many"}, "generate.concurrency"),
+        ({"think__end": "</thinking>"}, "no single token"),
+        ({"think__end_id": 17}, "think.end_id is 17"),
+    ],
+)
+def test_wrong_params_get_one_clear_line(copy: Project, edit: dict[str, Any], said: str) -> None:
+    copy.set_params(**edit)
+    failed = copy.run("python", "-m", "pipeline.identify", check=False)
+    assert failed.returncode == 1
+    assert said in failed.stdout.splitlines()[-1]
+    assert "Traceback" not in failed.stdout
+
+
+def test_a_missing_params_file_gets_one_clear_line(copy: Project) -> None:
+    (copy.root / "params.yaml").unlink()
+    failed = copy.run("python", "-m", "pipeline.identify", check=False)
+    assert failed.returncode == 1
+    assert "params.yaml: No such file or directory" in failed.stdout.splitlines()[-1]
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Project:
+    return clone_of_the_working_tree(tmp_path)
+
+
+def test_ctrl_c_leaves_no_process_and_the_next_run_goes_on(interrupted: Project) -> None:
+    project = interrupted
+    journal = project.root / "data/traces/journal.jsonl"
+    running = subprocess.Popen(
+        ["dvc", "repro", "generate"],
+        cwd=project.root,
+        env=project.env,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 40):
+        assert running.poll() is None, "the run ended before it could be interrupted"
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGINT)
+    running.wait()
+    deadline = time.monotonic() + 60
+    while project.processes() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert project.processes() == []
+    kept = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert kept
+    shutil.copy(journal, project.root / "answered-before.jsonl")
+    assert project.repro("generate") == ["generate"]
+    finished = {trace["key"]: trace for trace in traces(project)}
+    assert len(finished) == 464
+    assert [finished[trace["key"]] for trace in kept] == kept

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
+import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.client import Answer, Request, ask_all, run
@@ -135,7 +135,7 @@ def play(this: Round, requests: list[Request], endpoint: Endpoint, bar: Bar) -> 
 
 def spec_decode_counters(endpoint: Endpoint) -> dict[str, float]:
     """vLLM's counters: drafts, accepted tokens, and accepted tokens by position from 1."""
-    text = httpx.get(endpoint.metrics_url, trust_env=False, timeout=30).raise_for_status().text
+    text = httpx2.get(endpoint.metrics_url, trust_env=False, timeout=30).raise_for_status().text
     counters: dict[str, float] = {}
     names = {
         "vllm:spec_decode_num_drafts_total": "drafts",

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import orjson
 
@@ -96,7 +96,7 @@ async def ask_all(
         whatever `on_answer` raises; requests in flight are then dropped.
     """
     # The client's pool must not be smaller than the concurrency: a queue there counts as silence.
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     todo = iter(requests)
     async with AsyncExitStack() as stack:
         clients = {
@@ -122,13 +122,13 @@ def run(coroutine: Any) -> None:
         raise group.exceptions[0] from None
 
 
-def _client(endpoint: Endpoint, limits: httpx.Limits, timeout_s: float) -> openai.AsyncOpenAI:
+def _client(endpoint: Endpoint, limits: httpx2.Limits, timeout_s: float) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
         base_url=endpoint.base_url,
         api_key=os.environ.get("OPENAI_API_KEY", "none"),
         max_retries=0,
-        timeout=httpx.Timeout(timeout_s, connect=30),
-        http_client=httpx.AsyncClient(limits=limits, trust_env=False),
+        timeout=httpx2.Timeout(timeout_s, connect=30),
+        http_client=httpx2.AsyncClient(limits=limits, trust_env=False),
     )
 
 

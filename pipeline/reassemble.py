@@ -113,7 +113,7 @@ def prompts_and_traces() -> Iterator[tuple[Prompt, Trace]]:
     for prompt, trace in zip_longest(read_jsonl(PROMPTS_PATH), traces):
         if not prompt or not trace or prompt["sample_id"] != trace["sample_id"]:
             raise DataError(f"{TRACES} does not answer {PROMPTS_PATH}; `dvc repro generate` does")
-        yield prompt, trace
+        yield prompt, trace  # type: ignore[misc]  # TypedDicts as stored
 
 
 def sequence_of(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from pipeline.errors import ServerError, VerifierError
 from pipeline.params import Verifier
@@ -171,10 +171,10 @@ def meet(base_url: str) -> Endpoint:
     """Ask a server what it serves. Raises ServerError when nobody answers there."""
     root = base_url.removesuffix("/v1")
     try:
-        with httpx.Client(timeout=10, trust_env=False) as client:
+        with httpx2.Client(timeout=10, trust_env=False) as client:
             models = client.get(f"{base_url}/models").raise_for_status().json()["data"]
             version = client.get(f"{root}/version").raise_for_status().json()["version"]
-    except (httpx.HTTPError, KeyError, ValueError) as error:
+    except (httpx2.HTTPError, KeyError, ValueError) as error:
         raise ServerError(f"no vLLM server at {base_url} ({error})") from error
     if not models:
         raise ServerError(f"the server at {base_url} serves no model")

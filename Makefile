@@ -8,14 +8,14 @@ READY  := .venv/.ready-$(REQUIREMENTS)
 VENV   := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PYTEST := .venv/bin/python -m pytest
 
-export DVC_NO_ANALYTICS     := 1
-export VLLM_NO_USAGE_STATS  := 1
+export DVC_NO_ANALYTICS    := 1
+export VLLM_NO_USAGE_STATS := 1
 
 .PHONY: help setup repro verifier test test-fast test-full lint format
 
 help:
 	@awk '/^## / { about = substr($$0, 4); next } \
-	      about && match($$0, /^[a-z-]+:/) { printf "make %-10s %s\n", substr($$0, 1, RLENGTH - 1), about } \
+	      about && /^[a-z-]+:/ { sub(/:.*/, ""); printf "make %-10s %s\n", $$0, about } \
 	      { about = "" }' $(MAKEFILE_LIST)
 
 ## Makes .venv from the exact pins in requirements/ (minutes the first time, then nothing)
@@ -28,7 +28,6 @@ $(READY): requirements/$(REQUIREMENTS).txt requirements/setup.sh requirements/na
 
 ## Runs the pipeline: every stage whose inputs, code or params changed, then the summary
 repro: setup
-	@.venv/bin/python -m pipeline.params
 	$(VENV) dvc repro
 	.venv/bin/python -m pipeline.summary
 

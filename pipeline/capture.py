@@ -1,0 +1,327 @@
+"""Getting hidden states out of vLLM: the server, the requests, the checks.
+
+vLLM's `extract_hidden_states` method treats the wanted layers as a draft model that proposes
+nothing, and a KV connector writes their states to a file per request, named in the answer. The
+files lie in a staging folder for a moment: each is checked, packed into its shard and deleted.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import torch
+from datasets import Dataset
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from speculators.data_generation.offline import check_hidden_states
+from speculators.data_generation.vllm_client import (
+    InvalidResponseError,
+    generate_hidden_states_async,
+    wait_for_lock_async,
+)
+
+from pipeline.devices import hidden_states_connector
+from pipeline.errors import ServerError
+from pipeline.manifest import (
+    TRANSIENT,
+    Plan,
+    SequenceRecord,
+    ShardFile,
+    StatesRejection,
+    describe,
+)
+from pipeline.params import Extract, Params, Verifier, endpoints_from
+from pipeline.progress import Bar, progress_bar
+from pipeline.server import Endpoint, meet_all, serve, speculative_args
+from pipeline.shards import Shard, ShardWriter, States
+from pipeline.verifier import VerifierIdentity
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_MEMORY = Path("/dev/shm")
+STAGING_ON_DISK = Path("data/.staging")
+STAGING_BYTES = 4 << 30  # room for the requests in flight
+FAILURES_IN_A_ROW = 20  # after so many it is the server, not the sequences
+MAX_FAILED_FRACTION = 0.01  # timed out or failed, of those asked: more of them fail the stage
+
+
+class Rejected(Exception):
+    """A sequence without usable states."""
+
+    def __init__(self, reason: StatesRejection, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+def make_shards(
+    todo: Plan, sequences: Dataset, params: Params, verifier: VerifierIdentity, folder: Path
+) -> dict[str, ShardFile]:
+    """Write every shard of `todo.to_make`; a server runs only when there is something to ask.
+
+    Raises:
+        ServerError: too many requests failed. Shards finished until then stay.
+    """
+    shards = _Shards(todo, verifier.hidden_size, folder)
+    if not todo.to_ask:
+        assert not list(shards.jobs())
+        return shards.made
+    to_ask = todo.to_ask
+    with (
+        _endpoints(params, verifier) as endpoints,
+        progress_bar("extracting", len(to_ask), "sequences") as bar,
+    ):
+        asking = _Asking(shards, sequences, params.extract, bar)
+        asyncio.run(asking.ask_all(endpoints))
+    return shards.made
+
+
+# A sequence to ask for: the shard that waits for it, and its place there.
+Job = tuple[ShardWriter, int, SequenceRecord]
+
+
+class _Shards:
+    """The shards to make, opened one after the other, each written when its last sequence came."""
+
+    def __init__(self, todo: Plan, hidden_size: int, folder: Path) -> None:
+        self.made: dict[str, ShardFile] = {}
+        self._todo, self._hidden_size, self._folder = todo, hidden_size, folder
+        # Mapped before the first is written: a new shard may take the place of an old one.
+        self._old = {file: Shard(folder / file) for file, _ in todo.known.values()}
+
+    def jobs(self) -> Iterator[Job]:
+        for name, entry in self._todo.to_make.items():
+            shard = ShardWriter(self._folder / name, entry, self._hidden_size)
+            missing: list[Job] = []
+            for index, record in enumerate(entry.sequences):
+                if record.ids_sha256 in self._todo.known:
+                    file, row = self._todo.known[record.ids_sha256]
+                    shard.put(index, self._old[file].read(row))
+                else:
+                    missing.append((shard, index, record))
+            if shard.complete:
+                self.finish(shard)
+            yield from missing
+
+    def finish(self, shard: ShardWriter) -> None:
+        self.made[shard.path.name] = describe(shard.path, shard.write())
+
+
+class _Asking:
+    """Bounded concurrency, one retry, and the end of it when the server is at fault."""
+
+    def __init__(self, shards: _Shards, sequences: Dataset, extract: Extract, bar: Bar) -> None:
+        self._shards, self._extract, self._bar = shards, extract, bar
+        self._rows = {key: row for row, key in enumerate(sequences["key"])}
+        self._input_ids = sequences.select_columns(["input_ids"]).with_format("numpy")
+        self._failures_in_a_row = self._failed = 0
+        self._num_tokens = self._num_bytes = 0
+        self._started = time.monotonic()
+
+    async def ask_all(self, endpoints: list[Endpoint]) -> None:
+        jobs = self._shards.jobs()
+        clients = [
+            openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="EMPTY", max_retries=0)
+            for endpoint in endpoints
+        ]
+        workers = [
+            asyncio.create_task(self._work(jobs, clients[i % len(clients)], endpoints[0].model))
+            for i in range(self._extract.concurrency)
+        ]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            for client in clients:
+                await client.close()
+        if self._failed > MAX_FAILED_FRACTION * self._bar.total:
+            raise ServerError(
+                f"{self._failed} of {self._bar.total} sequences got no hidden states (timed out "
+                "or failed, see logs/vllm-extract.log); the next run asks them again, a larger "
+                "extract.timeout_s or a smaller extract.concurrency may help"
+            )
+
+    async def _work(self, jobs: Iterator[Job], client: openai.AsyncOpenAI, model: str) -> None:
+        for shard, index, record in jobs:
+            try:
+                shard.put(index, await self._ask_twice(client, model, shard, record))
+                self._failures_in_a_row = 0
+                self._num_tokens += record.num_tokens
+            except Rejected as rejected:
+                shard.reject(index, rejected.reason)
+                self._failed += rejected.reason in TRANSIENT
+                self._failures_in_a_row += 1
+                if self._failures_in_a_row >= min(FAILURES_IN_A_ROW, self._bar.total):
+                    raise ServerError(
+                        f"{self._failures_in_a_row} sequences in a row got no hidden states, the "
+                        f"last one {record.sample_id}: {rejected.reason}, {rejected}"
+                    ) from rejected
+            if shard.complete:
+                await asyncio.to_thread(self._shards.finish, shard)
+            self._bar.advance(note=self._note())
+
+    def _note(self) -> str:
+        rate = self._num_tokens / max(time.monotonic() - self._started, 1e-9)
+        failed = f", {self._failed} failed" if self._failed else ""
+        return f"{rate:,.0f} tokens/s, {self._num_bytes / 1e6:,.1f} MB{failed}"
+
+    async def _ask_twice(
+        self, client: openai.AsyncOpenAI, model: str, shard: ShardWriter, record: SequenceRecord
+    ) -> States:
+        try:
+            return await self._ask(client, model, shard, record)
+        except Rejected as rejected:
+            if rejected.reason == StatesRejection.REFUSED:
+                raise
+            return await self._ask(client, model, shard, record)
+
+    async def _ask(
+        self, client: openai.AsyncOpenAI, model: str, shard: ShardWriter, record: SequenceRecord
+    ) -> States:
+        input_ids = self._input_ids[self._rows[record.key]]["input_ids"].tolist()
+        try:
+            file, _ = await generate_hidden_states_async(
+                client,
+                model,
+                {"input_ids": input_ids},
+                timeout=self._extract.timeout_s,
+                max_retries=0,
+            )
+        except InvalidResponseError as error:
+            raise _invalid(error) from error
+        except openai.BadRequestError as error:
+            raise Rejected(StatesRejection.REFUSED, _first_line(error)) from error
+        except (TimeoutError, openai.APITimeoutError) as error:
+            raise Rejected(
+                StatesRejection.TIMED_OUT, f"no answer in {self._extract.timeout_s} s"
+            ) from error
+        except openai.OpenAIError as error:
+            raise Rejected(StatesRejection.FAILED, _first_line(error)) from error
+        path = Path(file)
+        try:
+            if Path(f"{file}.lock").exists():  # vLLM holds it until the file is written
+                await wait_for_lock_async(f"{file}.lock", self._extract.timeout_s, 0.005)
+            payload = await asyncio.to_thread(load_file, path)
+        except TimeoutError as error:
+            raise Rejected(StatesRejection.TIMED_OUT, f"{path} is never finished") from error
+        except (OSError, SafetensorError) as error:
+            raise Rejected(StatesRejection.FAILED, f"{path}: {_first_line(error)}") from error
+        finally:
+            path.unlink(missing_ok=True)
+            Path(f"{file}.lock").unlink(missing_ok=True)
+        self._num_bytes += payload["hidden_states"].nbytes
+        return await asyncio.to_thread(checked, payload, input_ids, shard)
+
+
+def checked(payload: dict[str, torch.Tensor], input_ids: list[int], shard: ShardWriter) -> States:
+    """The states in a staged file, in the shard's dtype.
+
+    Raises:
+        Rejected: other tokens, another shape, or values that are not finite in that dtype.
+    """
+    hidden_states = payload["hidden_states"]  # [T, 4, H]
+    if payload["token_ids"].tolist() != input_ids:
+        raise Rejected(StatesRejection.TOKEN_IDS, "the states are those of other tokens")
+    wanted = (len(input_ids), shard.num_layers, shard.hidden_size)
+    if tuple(hidden_states.shape) != wanted:
+        raise Rejected(
+            StatesRejection.SHAPE, f"shape {tuple(hidden_states.shape)} instead of {wanted}"
+        )
+    stored = {**payload, "hidden_states": hidden_states.to(shard.dtype)}
+    try:
+        check_hidden_states(stored, input_ids)
+    except ValueError as error:
+        raise Rejected(StatesRejection.NOT_FINITE, _first_line(error)) from error
+    return States(
+        payload["token_ids"], stored["hidden_states"][:, :-1], stored["hidden_states"][:, -1]
+    )
+
+
+def _invalid(error: InvalidResponseError) -> Exception:
+    """speculators' client found the answer wrong; without transfer params the server is."""
+    if "kv_transfer_params" in str(error):
+        return ServerError(
+            "the server answers without hidden states; the servers in extract.endpoints need "
+            "vLLM's extract_hidden_states method and a hidden-states connector"
+        )
+    return Rejected(StatesRejection.TOKEN_IDS, "the server read other tokens than it was sent")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+@contextmanager
+def _endpoints(params: Params, verifier: VerifierIdentity) -> Iterator[list[Endpoint]]:
+    """The running servers that were named, or one of our own."""
+    named = endpoints_from("PIPELINE_EXTRACT_ENDPOINTS", params.extract.endpoints)
+    if named:
+        yield meet_all(named, params.verifier)
+        return
+    with _staging_folder() as staging:
+        layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
+        with serve(_server(params.verifier), "extract", _server_args(layer_ids, staging)) as server:
+            yield [server]
+
+
+def _server(verifier: Verifier) -> Verifier:
+    """The verifier with room for one token more.
+
+    vLLM insists on generating one, which a sequence of max_model_len tokens leaves no room for. The
+    token is thrown away and never fed back, so no position beyond the model's own is used, and
+    vLLM's refusal to serve more than max_position_embeddings can be overruled.
+    """
+    env = {
+        **verifier.server_env,
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        # For `pipeline.cpu_connector`: the `vllm` command does not look into the present folder.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    return verifier.model_copy(
+        update={"max_model_len": verifier.max_model_len + 1, "server_env": env}
+    )
+
+
+def _server_args(layer_ids: list[int], staging: Path) -> list[str]:
+    transfer = {
+        **hidden_states_connector(),
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(staging)},
+    }
+    return [
+        *speculative_args(
+            {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {
+                    "hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}
+                },
+            }
+        ),
+        "--kv-transfer-config",
+        json.dumps(transfer),
+        # A cached prefix is not computed again, so its states would be missing.
+        "--no-enable-prefix-caching",
+    ]
+
+
+@contextmanager
+def _staging_folder() -> Iterator[Path]:
+    """In memory where there is room. The name is the same for each run in this folder, so that what
+    a killed run left is removed by the next (the stage has one writer)."""
+    name = f"hidden-states-{os.getuid()}-{hashlib.sha256(os.getcwd().encode()).hexdigest()[:12]}"
+    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= STAGING_BYTES
+    staging = SHARED_MEMORY / name if roomy else STAGING_ON_DISK.resolve()
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

@@ -1,0 +1,51 @@
+"""What differs between a CPU and an accelerator, all of it.
+
+speculators and vLLM's connector are written for accelerators; on a CPU a few of their look-ups
+have no answer. Everything else runs the same code on both.
+"""
+
+import os
+
+import torch
+
+
+def training_device() -> torch.device:
+    """Where a draft is trained and evaluated; on a CPU also answers speculators' step timer."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+    if "OMP_NUM_THREADS" not in os.environ:
+        # The small models that a CPU can train gain nothing from a second thread and lose a lot
+        # when the threads spin on a busy machine; and one thread sums in one order.
+        torch.set_num_threads(1)
+    torch.accelerator.synchronize = _nothing_to_wait_for
+    return torch.device("cpu")
+
+
+def _nothing_to_wait_for(device: torch.types.Device = None) -> None:
+    """A CPU has finished when the call returns; torch's own function raises there."""
+
+
+def attention(device: torch.device) -> str:
+    """speculators' `draft_attn_impl`: flex attention needs compiled kernels."""
+    return "eager" if device.type == "cpu" else "simple_flex_attention"
+
+
+def losses(device: torch.device) -> str:
+    """speculators' `loss_implementation`: the fused ones are Triton kernels."""
+    return "eager" if device.type == "cpu" else "fused"
+
+
+def num_loader_workers(device: torch.device) -> int:
+    """Processes that read batches ahead; on a CPU they would compete with the training."""
+    return 0 if device.type == "cpu" else 4
+
+
+def hidden_states_connector() -> dict[str, str]:
+    """The part of vLLM's --kv-transfer-config that names the connector."""
+    if torch.accelerator.is_available():
+        return {"kv_connector": "ExampleHiddenStatesConnector"}
+    return {
+        "kv_connector": "CpuHiddenStatesConnector",
+        "kv_connector_module_path": "pipeline.cpu_connector",
+    }

@@ -1,0 +1,120 @@
+"""The EAGLE-3 draft as speculators defines it: made from the verifier, saved, and loaded again."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.train.checkpointer import patch_config_dtype
+from speculators.train.cli import create_transformer_layer_config
+
+from pipeline.devices import attention
+from pipeline.errors import DataError
+from pipeline.params import Params
+from pipeline.verifier import VerifierIdentity
+
+
+def verifier_folder(verifier: VerifierIdentity) -> str:
+    """Where the verifier's files are: the folder itself, or the snapshot of the pinned revision."""
+    if Path(verifier.model).is_dir():
+        return verifier.model
+    return snapshot_download(verifier.model, revision=verifier.revision)
+
+
+def load_vocabulary(
+    folder: Path, verifier: VerifierIdentity
+) -> tuple[torch.Tensor, torch.Tensor]:  # d2t [draft vocabulary], t2d [vocabulary]
+    """The mapping between draft and verifier ids: target = i + d2t[i]; t2d says which have one.
+
+    Raises:
+        DataError: the two files do not describe one mapping into the verifier's vocabulary.
+    """
+    try:
+        d2t, t2d = np.load(folder / "d2t.npy"), np.load(folder / "t2d.npy")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: no d2t.npy and t2d.npy; `dvc repro` makes them") from error
+    targets = np.arange(len(d2t)) + d2t
+    if len(t2d) != verifier.vocab_size or not np.array_equal(targets, np.flatnonzero(t2d)):
+        raise DataError(
+            f"{folder}: d2t.npy ({len(d2t)} ids) and t2d.npy ({int(t2d.sum())} of {len(t2d)}) are "
+            f"no mapping into the verifier's {verifier.vocab_size} ids; `dvc repro -f reassemble`"
+        )
+    return torch.from_numpy(d2t), torch.from_numpy(t2d).bool()
+
+
+def new_draft(
+    params: Params,
+    verifier: VerifierIdentity,
+    d2t: torch.Tensor,
+    t2d: torch.Tensor,
+    device: torch.device,
+) -> Eagle3DraftModel:
+    """An untrained draft: layers shaped like the verifier's, embeddings and head taken from it."""
+    folder = verifier_folder(verifier)
+    trust_remote_code = params.verifier.trust_remote_code
+    num_layers = params.train.num_layers
+    layer_config = create_transformer_layer_config(
+        folder,
+        num_layers=num_layers,
+        draft_arch="llama",
+        hidden_act=None,
+        sliding_window=verifier.max_position_embeddings,  # no layer has one
+        full_attention_indices=list(range(num_layers)),
+        trust_remote_code=trust_remote_code,
+    )
+    draft = Eagle3DraftModel.from_training_args(
+        layer_config,
+        t2d=t2d,
+        d2t=d2t,
+        draft_vocab_size=len(d2t),
+        norm_before_residual=True,
+        target_layer_ids=params.extract.layer_ids,
+        ttt_steps=params.train.ttt_steps,
+        verifier_name_or_path=folder,
+        draft_attn_impl=attention(device),
+        trust_remote_code=trust_remote_code,
+    )
+    # As in params.yaml, so that no checkpoint names a folder of this machine.
+    draft.config.speculators_config.verifier.name_or_path = verifier.model
+    return draft
+
+
+def save_draft(draft: Eagle3DraftModel, folder: Path, dtype: torch.dtype) -> None:
+    """A speculators checkpoint in `folder`, which is there whole or not at all."""
+    unfinished = folder.with_name(f".{folder.name}-in-progress")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    state = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in draft.state_dict().items()
+    }
+    draft.save_pretrained(unfinished, state_dict=state)
+    patch_config_dtype(unfinished / "config.json", dtype)
+    for file in unfinished.iterdir():
+        file.chmod(0o644)  # safetensors makes files for the owner alone
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> Eagle3DraftModel:
+    """For evaluation, in the dtype it is served in.
+
+    Not by `from_pretrained`, which looks for the verifier once more: a checkpoint has all it needs.
+
+    Raises:
+        DataError: no checkpoint of a draft.
+    """
+    try:
+        config = Eagle3DraftModel.config_class.from_pretrained(folder)
+        state = load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DataError(f"{folder} is no draft ({error}); `dvc repro` makes it") from error
+    config.transformer_layer_config._attn_implementation = attention(device)
+    draft = Eagle3DraftModel(config)
+    missing, unexpected = draft.load_state_dict(state, strict=False)
+    if unexpected or not set(missing) <= set(Eagle3DraftModel._keys_to_ignore_on_save):
+        raise DataError(f"{folder} is another kind of draft: {missing or unexpected}")
+    return draft.to(device=device, dtype=dtype).eval()

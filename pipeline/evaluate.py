@@ -1,0 +1,238 @@
+"""Stage evaluate: what the draft is worth on the held-out answers, offline and exact.
+
+    python -m pipeline.evaluate
+
+reads   models/draft, data/sequences/held_out, data/hidden_states, data/verifier.json
+writes  reports/evaluate.json, data/acceptance/runs.parquet
+params  evaluate.*, benchmark.num_draft_tokens, extract.layer_ids, verifier.dtype
+
+A greedy server with k draft tokens walks through an answer like this: its prefill yields the first
+token for nothing; then each verification step drafts k tokens, keeps the leading ones that are
+what the verifier writes (r of them, the accepted run) and adds the verifier's own next token. What
+the verifier writes is known here, and a draft token matters only while all before it were right, so
+speculators' teacher-forced forward pass gives the run at every token at once, and the walk is
+arithmetic. Acceptance length is the tokens written per step, the last step of an answer cut at its
+end: vLLM's own counter goes on counting there and comes out 1 or 2 % higher.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from datasets import Dataset
+from speculators.models.eagle3 import Eagle3DraftModel
+
+from pipeline.devices import training_device
+from pipeline.draft import load_draft
+from pipeline.errors import DataError
+from pipeline.params import load_params
+from pipeline.progress import progress_bar
+from pipeline.records import Split
+from pipeline.resume import atomic_path, write_json
+from pipeline.shards import HiddenStates, States
+from pipeline.stage import run_stage
+from pipeline.verifier import load_verifier
+
+DRAFT = Path("models/draft")
+HELD_OUT = Path("data/sequences") / Split.HELD_OUT
+HIDDEN_STATES = Path("data/hidden_states")
+RUNS = Path("data/acceptance/runs.parquet")
+REPORT = Path("reports/evaluate.json")
+PHASES = ("reasoning", "answer")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One held-out answer with the draft's accepted runs.
+
+    `runs[i]` belongs to token start + i: how many draft tokens proposed right after it are what the
+    verifier wrote next, at most max_draft_tokens. The last token of the answer has none to follow.
+    """
+
+    sample_id: str
+    start: int  # of the generated tokens in the sequence
+    answer_start: int  # first token after the think-end
+    runs: np.ndarray  # [generated tokens - 1]
+
+    def phase(self, position: int) -> str:
+        """Of the first token that a step after `position` writes. Think tokens are reasoning."""
+        return PHASES[position + 1 >= self.answer_start]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One verification step of a server."""
+
+    context: int  # tokens before the first that it writes
+    phase: str
+    accepted: int  # draft tokens kept
+    advanced: int  # tokens written: accepted + 1, but no more than there are
+
+
+@torch.inference_mode()
+def draft_runs(
+    draft: Eagle3DraftModel, states: States, start: int, max_draft_tokens: int
+) -> np.ndarray:
+    """The accepted run after each generated token but the last, see Answer.runs.
+
+    The draft sees token x[j+1] beside the verifier's states at j, in training as in vLLM's EAGLE-3
+    proposer; from there it proposes x[j+2], x[j+3] …
+    """
+    token_ids, aux, _ = states  # [T], [T, 3, H]
+    device, dtype = draft.device, draft.dtype
+    proposed = draft(
+        hidden_states=aux[:-1].flatten(1)[None].to(device, dtype),  # [1, T-1, 3H]
+        input_ids=token_ids[None, 1:].to(device),  # [1, T-1]
+        document_ids=torch.zeros(1, len(token_ids) - 1, dtype=torch.long, device=device),
+        ttt_steps=max_draft_tokens,
+    )  # max_draft_tokens × [1, T-1], draft ids
+    written_ids = token_ids.numpy()
+    num_runs = len(written_ids) - start - 1
+    hits = np.zeros((num_runs, max_draft_tokens), dtype=bool)
+    for step, draft_ids in enumerate(proposed):
+        ids = draft_ids[0]
+        if draft.d2t is not None:
+            ids = ids + draft.d2t[ids]
+        # After token p the draft stands at j = p - 1; step s proposes x[p + 1 + s].
+        written = written_ids[start + 1 + step :]
+        hits[: len(written), step] = ids.cpu().numpy()[start - 1 :][: len(written)] == written
+    return np.logical_and.accumulate(hits, axis=1).sum(axis=1)
+
+
+def walk(answer: Answer, num_draft_tokens: int) -> Iterator[Step]:
+    """The steps of a server that drafts `num_draft_tokens`."""
+    done = 0  # runs[done] is that of the last token written
+    while done < len(answer.runs):
+        accepted = min(int(answer.runs[done]), num_draft_tokens)
+        left = len(answer.runs) - done
+        advanced = min(accepted + 1, left)
+        position = answer.start + done
+        yield Step(position + 1, answer.phase(position), accepted, advanced)
+        done += advanced
+
+
+def acceptance_length(steps: Iterable[Step]) -> float | None:
+    """Tokens per verification step, 1 … k + 1; None where there is no step."""
+    advanced = [step.advanced for step in steps]
+    return round(sum(advanced) / len(advanced), 4) if advanced else None
+
+
+def by_position(steps: list[Step], num_draft_tokens: int) -> dict[str, Any]:
+    """How often draft token 1 … k is accepted: of all steps, and of those that reach it."""
+    kept = [sum(step.accepted >= k for step in steps) for k in range(num_draft_tokens + 1)]
+    return {
+        "joint": {
+            str(k): round(kept[k] / kept[0], 4) if kept[0] else None
+            for k in range(1, num_draft_tokens + 1)
+        },
+        "conditional": {
+            str(k): round(kept[k] / kept[k - 1], 4) if kept[k - 1] else None
+            for k in range(1, num_draft_tokens + 1)
+        },
+    }
+
+
+def by_context(steps: list[Step], bounds: list[int]) -> dict[str, Any]:
+    """Acceptance length by the number of tokens before a step: up to each bound, and above."""
+    names = [*(f"to_{bound}" for bound in bounds), f"above_{bounds[-1]}"]
+    bins: dict[str, list[Step]] = {name: [] for name in names}
+    for step in steps:
+        bins[names[int(np.searchsorted(bounds, step.context))]].append(step)
+    return {
+        name: {"acceptance_length": acceptance_length(inside), "steps": len(inside)}
+        for name, inside in bins.items()
+    }
+
+
+def lengths(steps: list[Step]) -> dict[str, float | None]:
+    phases = {p: acceptance_length(s for s in steps if s.phase == p) for p in PHASES}
+    return {"overall": acceptance_length(steps), **phases}
+
+
+def report(
+    answers: list[Answer], num_draft_tokens: int, max_draft_tokens: int, bounds: list[int]
+) -> dict[str, Any]:
+    """reports/evaluate.json. All but `by_num_draft_tokens` is for `num_draft_tokens`."""
+    walks = {
+        k: [step for answer in answers for step in walk(answer, k)]
+        for k in sorted({*range(1, max_draft_tokens + 1), num_draft_tokens})
+    }
+    steps = walks[num_draft_tokens]
+    return {
+        "samples": len(answers),
+        "tokens": sum(len(answer.runs) + 1 for answer in answers),
+        "steps": len(steps),
+        "num_draft_tokens": num_draft_tokens,
+        "acceptance_length": lengths(steps),
+        "acceptance": by_position(steps, num_draft_tokens),
+        "by_context": by_context(steps, bounds),
+        "by_num_draft_tokens": {
+            str(k): {"acceptance_length": lengths(steps), "steps": len(steps)}
+            for k, steps in walks.items()
+        },
+    }
+
+
+def save_runs(path: Path, answers: list[Answer]) -> None:
+    """A row for every token after which a server could draft: what `inspect` and pandas read."""
+    table = pa.table(
+        {
+            "sample_id": pa.array(
+                [answer.sample_id for answer in answers for _ in answer.runs], pa.string()
+            ),
+            "position": pa.array(
+                [answer.start + i for answer in answers for i in range(len(answer.runs))],
+                pa.int32(),
+            ),
+            "phase": pa.array(
+                [
+                    answer.phase(answer.start + i)
+                    for answer in answers
+                    for i in range(len(answer.runs))
+                ],
+                pa.string(),
+            ),
+            "accepted_run": pa.array(
+                [int(run) for answer in answers for run in answer.runs], pa.int16()
+            ),
+        }
+    )
+    with atomic_path(path) as temp:
+        pq.write_table(table, temp)
+
+
+def main() -> None:
+    params, verifier = load_params(), load_verifier()
+    device = training_device()
+    num_draft_tokens = params.benchmark.num_draft_tokens
+    max_draft_tokens = max(params.evaluate.max_draft_tokens, num_draft_tokens)
+    states = HiddenStates(HIDDEN_STATES)
+    try:
+        held_out = Dataset.load_from_disk(str(HELD_OUT))
+    except (FileNotFoundError, ValueError) as error:
+        raise DataError(f"{HELD_OUT} holds no sequences; `dvc repro` makes them") from error
+    layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
+    held_out = states.of(held_out, layer_ids, verifier.weights_fingerprint)
+    draft = load_draft(DRAFT, getattr(torch, params.verifier.dtype), device)
+    answers = []
+    with progress_bar("evaluating", len(held_out), "answers") as bar:
+        for row in held_out:
+            start = row["loss_mask"].index(1) if 1 in row["loss_mask"] else row["seq_len"]
+            runs = draft_runs(draft, states.read(row["key"]), start, max_draft_tokens)
+            answers.append(Answer(row["sample_id"], start, row["answer_start"], runs))
+            bar.advance()
+    if not any(len(answer.runs) for answer in answers):
+        raise DataError(f"{HELD_OUT}: no answer of two tokens or more, so nothing to draft")
+    save_runs(RUNS, answers)
+    write_json(
+        REPORT, report(answers, num_draft_tokens, max_draft_tokens, params.evaluate.context_bins)
+    )
+
+
+if __name__ == "__main__":
+    run_stage("evaluate", main)

@@ -1,0 +1,154 @@
+"""Stage extract: the verifier's hidden states on every training and held-out sequence.
+
+    python -m pipeline.extract
+
+reads   data/sequences/{train,held_out}, data/verifier.json
+writes  data/hidden_states/ (see pipeline.shards), reports/extract.json
+params  extract.*, and of verifier.* what its server needs (all but model, revision, parser)
+
+Shard i holds the sequences whose prompt_index lies in [i·n, (i+1)·n), where n is
+extract.samples_per_shard, so that more questions touch the last shard alone. A shard that is there
+already stays as it is, byte for byte; within one that changes, states of the same tokens are
+copied. Only the rest is asked of vLLM, which runs each sequence through the verifier once
+(see pipeline.capture).
+"""
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, concatenate_datasets
+
+from pipeline.errors import DataError
+from pipeline.manifest import (
+    MANIFEST,
+    Manifest,
+    SequenceRecord,
+    ShardEntry,
+    ShardFile,
+    StatesRejection,
+    ids_sha256,
+    plan,
+    shard_name,
+    survey,
+)
+from pipeline.params import Extract, load_params
+from pipeline.records import Split, count_by
+from pipeline.resume import TEMP_SUFFIX, one_writer, write_json
+from pipeline.stage import run_stage
+from pipeline.verifier import VerifierIdentity, load_verifier
+
+SEQUENCES = Path("data/sequences")
+HIDDEN_STATES = Path("data/hidden_states")
+REPORT = Path("reports/extract.json")
+
+
+def load_sequences(folder: Path) -> Dataset:
+    """Both splits as one, in the order of prompt_index.
+
+    Raises:
+        DataError: there is none, or two rows have one key.
+    """
+    try:
+        splits = [Dataset.load_from_disk(str(folder / split)) for split in Split]
+    except (FileNotFoundError, ValueError) as error:
+        raise DataError(f"{folder} holds no sequences; `dvc repro` makes them") from error
+    sequences = concatenate_datasets([split for split in splits if len(split)] or splits)
+    if not len(sequences):
+        raise DataError(f"{folder} is empty: reports/reassemble.json says where the rows went")
+    if len(set(sequences["key"])) < len(sequences):
+        raise DataError(f"{folder} holds one trace key twice; `dvc repro -f reassemble`")
+    return sequences.select(np.argsort(sequences["prompt_index"], kind="stable"))
+
+
+def record_of(row: dict[str, Any]) -> SequenceRecord:
+    """A sequence as the manifest knows it. Training reads the last state from the first supervised
+    token on: speculators aligns the loss mask with the token that the state was computed at."""
+    supervised = np.flatnonzero(row["loss_mask"])
+    num_tokens = len(row["input_ids"])
+    return SequenceRecord(
+        sample_id=str(row["sample_id"]),
+        key=str(row["key"]),
+        ids_sha256=ids_sha256(row["input_ids"]),
+        num_tokens=num_tokens,
+        num_last_states=num_tokens - int(supervised[0]) if len(supervised) else 0,
+    )
+
+
+def wanted_shards(
+    sequences: Dataset, extract: Extract, verifier: VerifierIdentity
+) -> dict[str, ShardEntry]:
+    """What data/hidden_states shall hold, by file name.
+
+    Raises:
+        DataError: extract.layer_ids asks for a layer that the verifier does not have.
+    """
+    if extract.layer_ids[-1] > verifier.num_hidden_layers:
+        raise DataError(
+            f"extract.layer_ids is {extract.layer_ids}, but {verifier.model} has "
+            f"{verifier.num_hidden_layers} layers"
+        )
+    columns = ["sample_id", "key", "prompt_index", "input_ids", "loss_mask"]
+    shards = groupby(
+        sequences.select_columns(columns).with_format("numpy"),
+        key=lambda row: int(row["prompt_index"]) // extract.samples_per_shard,
+    )
+    return {
+        shard_name(index): ShardEntry(
+            layer_ids=[*extract.layer_ids, verifier.num_hidden_layers],
+            dtype=extract.dtype,
+            weights_fingerprint=verifier.weights_fingerprint,
+            sequences=[record_of(row) for row in rows],
+        )
+        for index, rows in shards
+    }
+
+
+def prune(folder: Path, wanted: set[str]) -> None:
+    """Remove shards that nobody wants any more, and what a killed writer left."""
+    for path in [*folder.glob("shard-*.safetensors"), *folder.glob(f"shard-*{TEMP_SUFFIX}")]:
+        if path.name not in wanted:
+            path.unlink()
+
+
+def report(manifest: Manifest) -> dict[str, Any]:
+    """reports/extract.json; rows_in = rows_stored + rejected."""
+    stored = [record for shard in manifest.shards for record in shard.stored()]
+    reasons = [record.rejected for shard in manifest.shards for record in shard.sequences]
+    return {
+        "rows_in": len(reasons),
+        "rows_stored": len(stored),
+        "rejected": count_by((reason for reason in reasons if reason), StatesRejection),
+        "tokens": sum(record.num_tokens for record in stored),
+        "last_states": sum(record.num_last_states for record in stored),
+        "shards": len(manifest.shards),
+        "bytes": sum(shard.num_bytes for shard in manifest.shards),
+    }
+
+
+def main() -> None:
+    params, verifier = load_params(), load_verifier()
+    sequences = load_sequences(SEQUENCES)
+    wanted = wanted_shards(sequences, params.extract, verifier)
+    with one_writer(HIDDEN_STATES):
+        todo = plan(wanted, survey(HIDDEN_STATES))
+        print(
+            f"{len(sequences)} sequences in {len(wanted)} shards: {len(todo.kept)} are there, "
+            f"{len(todo.to_make)} to make, {len(todo.to_ask)} sequences to ask"
+        )
+        made: dict[str, ShardFile] = {}
+        if todo.to_make:
+            # Here and not above: torch and vLLM's client take seconds to load, for nothing mostly.
+            from pipeline.capture import make_shards
+
+            made = make_shards(todo, sequences, params, verifier, HIDDEN_STATES)
+        prune(HIDDEN_STATES, set(wanted))
+        shards = {**todo.kept, **made}
+        manifest = Manifest(shards=[shards[name] for name in sorted(shards)])
+        write_json(HIDDEN_STATES / MANIFEST, manifest.model_dump())
+    write_json(REPORT, report(manifest))
+
+
+if __name__ == "__main__":
+    run_stage("extract", main)

@@ -1,0 +1,217 @@
+"""Hidden states on disk: few large safetensors files, memory-mapped when read.
+
+A shard is token-major, its sequences one after the other (T, T_s: sums over its sequences):
+
+    aux_hidden_states  [T, 3, H]   what the draft sees, for every token
+    last_hidden_state  [T_s, H]    before the final norm, for the tokens whose next-token
+                                   distribution training reads: a suffix of each sequence
+    token_ids          [T]         int64
+    offsets            [N + 1]     rows of sequence i in the first: offsets[i] … offsets[i + 1]
+    last_offsets       [N + 1]     the same for last_hidden_state
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from pipeline.errors import DataError
+from pipeline.manifest import (
+    HEADER_KEY,
+    SequenceRecord,
+    ShardEntry,
+    StatesRejection,
+    ids_sha256,
+    load_manifest,
+)
+from pipeline.resume import atomic_path
+
+TENSORS = ("aux_hidden_states", "last_hidden_state", "token_ids", "offsets", "last_offsets")
+
+
+class States(NamedTuple):
+    """Hidden states of one sequence of T tokens."""
+
+    token_ids: torch.Tensor  # [T]
+    aux: torch.Tensor  # [T, 3, H]
+    last: torch.Tensor  # [T_s, H], of the last T_s tokens
+
+
+class ShardWriter:
+    """Takes the sequences of one shard in any order and writes them in the entry's order."""
+
+    def __init__(self, path: Path, entry: ShardEntry, hidden_size: int) -> None:
+        self.path = path
+        self._records = list(entry.sequences)
+        self._entry = entry
+        self._missing = len(self._records)
+        self._rows = _offsets([record.num_tokens for record in self._records])
+        self._last_rows = _offsets([record.num_last_states for record in self._records])
+        self.num_layers, self.hidden_size = len(entry.layer_ids), hidden_size
+        self.dtype: torch.dtype = getattr(torch, entry.dtype)
+        total, total_last = int(self._rows[-1]), int(self._last_rows[-1])
+        shape = (total, self.num_layers - 1, hidden_size)
+        self._aux = torch.empty(shape, dtype=self.dtype)  # [T, 3, H]
+        self._last = torch.empty(total_last, hidden_size, dtype=self.dtype)  # [T_s, H]
+        self._token_ids = torch.empty(total, dtype=torch.long)  # [T]
+
+    @property
+    def complete(self) -> bool:
+        return self._missing == 0
+
+    def put(self, index: int, states: States) -> None:
+        """States of the entry's sequence `index`; further last states in front are left out."""
+        rows = slice(self._rows[index], self._rows[index + 1])
+        last_rows = slice(self._last_rows[index], self._last_rows[index + 1])
+        num_last = self._records[index].num_last_states
+        self._aux[rows] = states.aux
+        self._last[last_rows] = states.last[len(states.last) - num_last :]
+        self._token_ids[rows] = states.token_ids
+        self._missing -= 1
+
+    def reject(self, index: int, reason: StatesRejection) -> None:
+        self._records[index] = self._records[index].model_copy(update={"rejected": reason})
+        self._missing -= 1
+
+    def write(self) -> ShardEntry:
+        assert self.complete
+        entry = self._entry.model_copy(update={"sequences": self._records})
+        kept = torch.tensor([record.rejected is None for record in self._records], dtype=torch.bool)
+        lengths, last_lengths = self._rows.diff(), self._last_rows.diff()
+        if not bool(kept.all()):
+            rows = kept.repeat_interleave(lengths)
+            self._aux, self._token_ids = self._aux[rows], self._token_ids[rows]
+            self._last = self._last[kept.repeat_interleave(last_lengths)]
+        tensors = {
+            "aux_hidden_states": self._aux,
+            "last_hidden_state": self._last,
+            "token_ids": self._token_ids,
+            "offsets": _offsets(lengths[kept].tolist()),
+            "last_offsets": _offsets(last_lengths[kept].tolist()),
+        }
+        with atomic_path(self.path) as temp:
+            save_file(tensors, temp, metadata={HEADER_KEY: entry.model_dump_json()})
+            temp.chmod(0o644)  # safetensors makes files for the owner alone
+        return entry
+
+
+class Shard:
+    """One shard, mapped into memory: tensors are views of the file."""
+
+    def __init__(self, path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in TENSORS}
+        self._aux = tensors["aux_hidden_states"]  # [T, 3, H]
+        self._last = tensors["last_hidden_state"]  # [T_s, H]
+        self._token_ids = tensors["token_ids"]  # [T]
+        self._offsets: list[int] = tensors["offsets"].tolist()
+        self._last_offsets: list[int] = tensors["last_offsets"].tolist()
+
+    def read(self, row: int) -> States:
+        """States of the `row`-th stored sequence."""
+        rows = slice(self._offsets[row], self._offsets[row + 1])
+        last_rows = slice(self._last_offsets[row], self._last_offsets[row + 1])
+        return States(self._token_ids[rows], self._aux[rows], self._last[last_rows])
+
+
+class HiddenStates:
+    """All of data/hidden_states, by trace key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._records: dict[str, SequenceRecord] = {}
+        self._places: dict[str, tuple[str, int]] = {}  # key: (file, row)
+        self._open: dict[str, Shard] = {}
+        self._manifest = load_manifest(folder)
+        for shard in self._manifest.shards:
+            self._records.update((record.key, record) for record in shard.sequences)
+            for row, record in enumerate(shard.stored()):
+                self._places[record.key] = (shard.file, row)
+
+    def of(self, sequences: Dataset, layer_ids: list[int], fingerprint: str) -> Dataset:
+        """The sequences that have states: all but those that extract rejected.
+
+        Raises:
+            DataError: states are missing, of other tokens, layers or another verifier.
+        """
+        for shard in self._manifest.shards:
+            if shard.weights_fingerprint != fingerprint or shard.layer_ids != layer_ids:
+                raise DataError(
+                    f"{self.folder / shard.file} holds layers {shard.layer_ids} of verifier "
+                    f"{shard.weights_fingerprint[:12]}, wanted are {layer_ids} of "
+                    f"{fingerprint[:12]}; `dvc repro`"
+                )
+        kept = []
+        columns = sequences.select_columns(["key", "sample_id", "input_ids"]).with_format("numpy")
+        for number, row in enumerate(columns):
+            record = self._records.get(str(row["key"]))
+            if record is None or record.ids_sha256 != ids_sha256(row["input_ids"]):
+                what = "no states" if record is None else "states of other tokens"
+                raise DataError(f"{self.folder} has {what} for {row['sample_id']}; `dvc repro`")
+            if record.rejected is None:
+                kept.append(number)
+        return sequences.select(kept)
+
+    def read(self, key: str) -> States:
+        file, row = self._places[key]
+        if file not in self._open:
+            self._open[file] = Shard(self.folder / file)
+        return self._open[file].read(row)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # a worker process maps the files itself
+
+
+class ShardTransfer(HiddenStatesTransfer):
+    """Row numbers of a `datasets` folder → what speculators' ArrowDataset wants of each."""
+
+    def __init__(self, states: HiddenStates, keys: list[str]) -> None:
+        self._states, self._keys = states, keys
+
+    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor]:
+        token_ids, aux, last = self._states.read(self._keys[file_idx])
+        # Zeros where nothing is stored: the loss mask is zero there too.
+        full = aux.new_zeros(aux.shape[0], aux.shape[1] + 1, aux.shape[2])  # [T, 4, H]
+        full[:, :-1] = aux
+        full[aux.shape[0] - last.shape[0] :, -1] = last
+        return {"hidden_states": full, "token_ids": token_ids}
+
+    def get_generated(self, hs_transfer_params: dict[str, Any]) -> None:
+        raise NotImplementedError("states are made by the extract stage")
+
+
+@HiddenStatesBackend.register("shards")
+class ShardBackend(HiddenStatesBackend):
+    """`speculators train --hidden-states-backend shards`."""
+
+    @staticmethod
+    def add_train_args(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--hidden-states-path", type=str, default="data/hidden_states")
+
+    @staticmethod
+    def add_launch_args(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--hidden-states-path", type=str, required=True)
+
+    @staticmethod
+    def from_train_args(args: argparse.Namespace, data_path: str) -> ShardTransfer:
+        keys = Dataset.load_from_disk(data_path)["key"]
+        return ShardTransfer(HiddenStates(Path(args.hidden_states_path)), list(keys))
+
+    @staticmethod
+    def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
+        """vLLM stages one file a request there; the extract stage packs them."""
+        return {
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": args.hidden_states_path},
+        }
+
+
+def _offsets(lengths: list[int]) -> torch.Tensor:
+    """[2, 3] → [0, 2, 5], int64."""
+    return torch.tensor([0, *lengths], dtype=torch.long).cumsum(0)

@@ -1,0 +1,429 @@
+"""The extract stage against a server that writes known states, and once against vLLM."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_sequences import HIDDEN_SIZE, NUM_LAYERS, ROOT, sequence, write_sequences, write_verifier
+from small_sequences import write_params as _write_params
+
+from pipeline import capture, extract
+from pipeline.errors import DataError, ServerError, UserError, VerifierError
+from pipeline.resume import one_writer
+from pipeline.shards import HiddenStates
+
+Payload = dict[str, torch.Tensor]
+
+
+def states_of(ids: list[int]) -> Payload:
+    """What the server below says the states of these tokens are: [T, 4, H], all different."""
+    value = torch.tensor(ids).float()[:, None, None] * 100
+    hidden = value + 10 * torch.arange(4)[:, None] + torch.arange(HIDDEN_SIZE) / HIDDEN_SIZE
+    return {"hidden_states": hidden, "token_ids": torch.tensor(ids)}
+
+
+class StatesServer:
+    """Speaks vLLM's completions API with hidden states in files; `spoil` changes an answer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.asked: list[list[int]] = []
+        self.spoil: Callable[[list[int], dict[str, Any], Payload], int | None] | None = None
+        self.delay_s = 0.0
+        self.model, self.max_model_len = "models/verifier", 33
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                models = {"data": [{"id": server.model, "max_model_len": server.max_model_len}]}
+                self.send(models if self.path == "/v1/models" else {"version": "0.32.0"})
+
+            def do_POST(self) -> None:
+                ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+                server.asked.append(ids)
+                time.sleep(server.delay_s)
+                path = folder / f"{len(server.asked)}-{threading.get_ident()}.safetensors"
+                choice = {
+                    "index": 0,
+                    "text": "",
+                    "finish_reason": "length",
+                    "prompt_token_ids": ids,
+                }
+                answer = {
+                    "id": "x",
+                    "object": "text_completion",
+                    "created": 0,
+                    "model": "m",
+                    "choices": [choice],
+                    "kv_transfer_params": {"hidden_states_path": str(path)},
+                }
+                payload = states_of(ids)
+                code = server.spoil(ids, answer, payload) if server.spoil else None
+                if code is None:
+                    save_file(payload, path)
+                self.send(answer, code or 200)
+
+            def send(self, body: object, code: int = 200) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.base_url = f"http://127.0.0.1:{self._http.server_port}/v1"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatesServer]:
+    """The server, in a project folder with ten sequences: 0…3, 4…7 and 8, 9 make a shard each."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "staging").mkdir()
+    write_params()
+    write_verifier(tmp_path, weights=[])
+    write_sequences(tmp_path, ROWS)
+    fake = StatesServer(tmp_path / "staging")
+    monkeypatch.setenv("PIPELINE_EXTRACT_ENDPOINTS", fake.base_url)
+    yield fake
+    fake.close()
+
+
+ROWS = [sequence(i, num_tokens=8 + i) for i in range(10)]
+FOLDER = Path("data/hidden_states")
+
+
+def write_params(**changes: Any) -> None:
+    Path("models/verifier").mkdir(parents=True, exist_ok=True)  # params ask for a folder
+    _write_params(Path(), **changes)
+
+
+def files() -> dict[str, tuple[bytes, int]]:
+    """Contents and times of all that the stage wrote."""
+    found = [*FOLDER.iterdir(), Path("reports/extract.json")]
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+
+def report() -> Any:
+    return json.loads(Path("reports/extract.json").read_text())
+
+
+def test_states_are_those_of_the_server(server: StatesServer) -> None:
+    extract.main()
+    states = HiddenStates(FOLDER)
+    for row in ROWS:
+        expected = states_of(row["input_ids"])
+        token_ids, aux, last = states.read(row["key"])
+        assert token_ids.tolist() == row["input_ids"]
+        assert torch.equal(aux, expected["hidden_states"][:, :3])
+        # From the first generated token, number 4, on.
+        assert torch.equal(last, expected["hidden_states"][4:, 3])
+    assert sorted(server.asked) == sorted(row["input_ids"] for row in ROWS)
+    assert not list(Path("staging").iterdir())
+    found = report()
+    assert (found["rows_in"], found["rows_stored"], found["shards"]) == (10, 10, 3)
+    assert (found["tokens"], found["last_states"]) == (8 * 10 + 45, 4 * 10 + 45)
+    assert sum(found["rejected"].values()) == 0
+
+
+def test_nothing_to_do_asks_nothing_and_changes_nothing(
+    server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract.main()
+    before = files()
+    server.close()
+    monkeypatch.setattr(capture, "serve", None)
+    write_params(extract={"concurrency": 7, "timeout_s": 3})
+    extract.main()
+    assert files() == before
+
+
+def test_growth_asks_for_the_new_and_touches_the_last_shard(server: StatesServer) -> None:
+    extract.main()
+    before, server.asked[:] = files(), []
+    more = [*ROWS, sequence(10), sequence(11), sequence(12)]
+    shutil.rmtree("data/sequences")
+    write_sequences(Path(), more)
+    extract.main()
+    assert sorted(server.asked) == sorted(row["input_ids"] for row in more[10:])
+    after = files()
+    changed = {name for name in after if before.get(name) != after[name]}
+    assert changed == {
+        "shard-00002.safetensors",
+        "shard-00003.safetensors",
+        "manifest.json",
+        "extract.json",
+    }
+
+
+def test_a_grown_folder_is_that_of_a_single_run(server: StatesServer) -> None:
+    write_sequences(Path(), ROWS[:6])
+    extract.main()
+    shutil.rmtree("data/sequences")
+    write_sequences(Path(), ROWS)
+    extract.main()
+    grown = {name: data for name, (data, _) in files().items()}
+    shutil.rmtree(FOLDER)
+    extract.main()
+    assert {name: data for name, (data, _) in files().items()} == grown
+
+
+def test_fewer_sequences_remove_their_shards_and_nothing_else(server: StatesServer) -> None:
+    extract.main()
+    (FOLDER / "notes.txt").write_text("mine")
+    (FOLDER / "shard-00001.safetensors.tmp").write_text("half a shard")
+    server.asked.clear()
+    shutil.rmtree("data/sequences")
+    write_sequences(Path(), ROWS[:6])
+    extract.main()
+    assert server.asked == []
+    assert {path.name for path in FOLDER.iterdir()} == {
+        "notes.txt",
+        "manifest.json",
+        "shard-00000.safetensors",
+        "shard-00001.safetensors",
+    }
+
+
+def test_other_layers_are_asked_for_again(server: StatesServer) -> None:
+    extract.main()
+    server.asked.clear()
+    write_params(extract={"layer_ids": [0, 1, 3]})
+    extract.main()
+    assert len(server.asked) == 10
+
+
+def test_a_damaged_shard_is_made_again(server: StatesServer) -> None:
+    extract.main()
+    before = {name: data for name, (data, _) in files().items()}
+    server.asked.clear()
+    shard = FOLDER / "shard-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-4])
+    extract.main()
+    assert len(server.asked) == 4
+    assert {name: data for name, (data, _) in files().items()} == before
+
+
+def test_a_killed_run_goes_on_where_it_was(server: StatesServer) -> None:
+    server.delay_s = 0.3
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline.extract"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not (FOLDER / "shard-00000.safetensors").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    first = (FOLDER / "shard-00000.safetensors").stat().st_mtime_ns
+    server.delay_s = 0.0
+    time.sleep(0.4)  # let what is in flight come to its end
+    server.asked.clear()
+    extract.main()
+    assert len(server.asked) == 6
+    assert (FOLDER / "shard-00000.safetensors").stat().st_mtime_ns == first
+    assert report()["rows_stored"] == 10
+
+
+def test_a_second_writer_is_told(server: StatesServer) -> None:
+    with one_writer(FOLDER), pytest.raises(UserError, match="is being written by process"):
+        extract.main()
+
+
+# What a server can do wrong
+
+
+BAD = ROWS[5]["input_ids"]
+
+
+def other_ids(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+    if ids == BAD:
+        answer["choices"][0]["prompt_token_ids"] = [*ids[:-1], 0]
+
+
+def other_ids_in_the_file(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+    if ids == BAD:
+        payload["token_ids"] = payload["token_ids"] + 1
+
+
+def fewer_rows(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+    if ids == BAD:
+        payload["hidden_states"] = payload["hidden_states"][1:].contiguous()
+
+
+def fewer_layers(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+    if ids == BAD:
+        payload["hidden_states"] = payload["hidden_states"][:, :3].contiguous()
+
+
+def not_a_number(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+    if ids == BAD:
+        payload["hidden_states"][2, 1, 3] = float("nan")
+
+
+def too_large_for_float16(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+    if ids == BAD:
+        payload["hidden_states"][2, 1, 3] = 1e6
+
+
+def bad_request(ids: list[int], answer: dict[str, Any], payload: Payload) -> int | None:
+    return 400 if ids == BAD else None
+
+
+def no_file(ids: list[int], answer: dict[str, Any], payload: Payload) -> int | None:
+    return 200 if ids == BAD else None
+
+
+def internal_error(ids: list[int], answer: dict[str, Any], payload: Payload) -> int | None:
+    return 500 if ids == BAD else None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason", "times_asked"),
+    [
+        (other_ids, "token_ids", 2),
+        (other_ids_in_the_file, "token_ids", 2),
+        (fewer_rows, "shape", 2),
+        (fewer_layers, "shape", 2),
+        (not_a_number, "not_finite", 2),
+        (too_large_for_float16, "not_finite", 2),
+        (bad_request, "refused", 1),
+    ],
+)
+def test_a_bad_answer_costs_one_sequence(
+    server: StatesServer, spoil: Any, reason: str, times_asked: int
+) -> None:
+    write_params(extract={"dtype": "float16"})
+    server.spoil = spoil
+    extract.main()
+    found = report()
+    assert (found["rows_in"], found["rows_stored"]) == (10, 9)
+    assert {name for name, count in found["rejected"].items() if count} == {reason}
+    assert server.asked.count(BAD) == times_asked
+    server.asked.clear()
+    extract.main()
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("spoil", [internal_error, no_file])
+def test_a_failure_fails_the_stage_and_is_asked_again(server: StatesServer, spoil: Any) -> None:
+    server.spoil = spoil
+    with pytest.raises(ServerError, match="1 of 10 sequences got no hidden states"):
+        extract.main()
+    server.spoil = None
+    server.asked.clear()
+    extract.main()
+    assert server.asked == [BAD]
+    assert report()["rows_stored"] == 10
+
+
+def test_a_time_out_is_a_failure(server: StatesServer) -> None:
+    write_params(extract={"timeout_s": 1})
+    server.spoil = lambda ids, answer, payload: time.sleep(2) if ids == BAD else None
+    with pytest.raises(ServerError, match=r"1 of 10 sequences .*larger extract.timeout_s"):
+        extract.main()
+
+
+def test_a_dead_server_ends_the_run_at_once(server: StatesServer) -> None:
+    server.spoil = lambda ids, answer, payload: 500
+    with pytest.raises(ServerError, match="10 sequences in a row got no hidden states"):
+        extract.main()
+
+
+def test_a_server_without_hidden_states_is_told_apart(server: StatesServer) -> None:
+    server.spoil = lambda ids, answer, payload: answer.pop("kv_transfer_params") and None
+    with pytest.raises(ServerError, match=r"extract.endpoints need vLLM's extract_hidden_states"):
+        extract.main()
+
+
+def test_another_model_is_refused(server: StatesServer) -> None:
+    server.model = "another"
+    with pytest.raises(VerifierError, match=r"serves another, but verifier.model is"):
+        extract.main()
+
+
+def test_a_layer_that_is_not_there_is_an_error(server: StatesServer) -> None:
+    write_params(extract={"layer_ids": [1, 2, NUM_LAYERS + 1]})
+    with pytest.raises(DataError, match=r"layer_ids is \[1, 2, 4\], but .* has 3 layers"):
+        extract.main()
+
+
+def test_no_sequences_are_an_error(server: StatesServer) -> None:
+    shutil.rmtree("data/sequences")
+    with pytest.raises(DataError, match="holds no sequences; `dvc repro` makes them"):
+        extract.main()
+
+
+# vLLM itself
+
+
+@pytest.mark.server
+def test_vllm_gives_the_states_that_transformers_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a sequence that fills the context, and in a batch of different lengths."""
+    from transformers import Qwen3ForCausalLM
+
+    shutil.copytree(ROOT / "models/verifier", tmp_path / "models/verifier")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PIPELINE_EXTRACT_ENDPOINTS", raising=False)
+    model = Qwen3ForCausalLM.from_pretrained("models/verifier", dtype=torch.float32).eval()
+    config = model.config
+    rows = [sequence(i, num_tokens=n) for i, n in enumerate([5, 32, 9, 31, 17, 8, 24, 32])]
+    layers = {"layer_ids": [0, 1, config.num_hidden_layers - 1], "concurrency": 8}
+    write_params(extract=layers)
+    write_sequences(tmp_path, rows)
+    write_verifier(
+        tmp_path,
+        weights=[],
+        num_hidden_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+    extract.main()
+    assert report()["rows_stored"] == len(rows)
+    states = HiddenStates(FOLDER)
+    before_norm: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0][0]))
+    for row in rows:
+        with torch.inference_mode():
+            ids = torch.tensor([row["input_ids"]])
+            hidden = model(ids, output_hidden_states=True).hidden_states
+        _, aux, last = states.read(row["key"])
+        for place, layer in enumerate(layers["layer_ids"]):  # type: ignore[arg-type]
+            torch.testing.assert_close(aux[:, place], hidden[layer][0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(last, before_norm[-1][4:], atol=1e-4, rtol=1e-4)
+
+    together = {row["key"]: states.read(row["key"]).aux.clone() for row in rows}
+    shutil.rmtree(FOLDER)
+    write_params(extract={**layers, "concurrency": 1})
+    extract.main()
+    for row in rows:
+        alone = HiddenStates(FOLDER).read(row["key"]).aux
+        torch.testing.assert_close(alone, together[row["key"]], atol=1e-4, rtol=1e-4)

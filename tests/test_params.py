@@ -1,0 +1,214 @@
+"""params.yaml: what is wrong is said in one line that names the key and the value."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Project
+
+from pipeline.errors import ParamsError
+from pipeline.params import endpoints_from, load_params
+
+
+def problem(project: Project) -> str:
+    with pytest.raises(ParamsError) as caught:
+        load_params()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "pydantic" not in message
+    return message
+
+
+def rewrite(project: Project, old: str, new: str) -> None:
+    """Put raw YAML into the shipped params.yaml."""
+    shutil.copy(ROOT / "params.yaml", project.root)
+    text = Path("params.yaml").read_text("utf-8")
+    assert old in text
+    Path("params.yaml").write_text(text.replace(old, new, 1), "utf-8")
+
+
+def test_the_shipped_params_load(project):
+    shutil.copy(ROOT / "params.yaml", project.root)
+    params = load_params()
+    assert params.verifier.model == "models/verifier"
+    assert (params.think.start, params.think.end) == ("<think>", "</think>")
+    assert params.generate.thinking is True
+
+
+def test_an_unknown_key_is_named(project):
+    project.values["generate"]["max_token"] = 5
+    project.set()
+    assert "unknown key generate.max_token" in problem(project)
+
+
+def test_an_unknown_section_is_named(project):
+    project.values["generation"] = {}
+    project.set()
+    assert "unknown key generation" in problem(project)
+
+
+def test_a_missing_key_is_named(project):
+    del project.values["generate"]["gate"]["num_samples"]
+    project.set()
+    assert "missing key generate.gate.num_samples" in problem(project)
+
+
+def test_a_missing_section_is_named(project):
+    del project.values["think"]
+    project.set()
+    assert "missing key think" in problem(project)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("generate.concurrency", "64", "'64'"),
+        ("generate.concurrency", 64.5, "64.5"),
+        ("generate.concurrency", True, "True"),
+        ("generate.thinking", "false", "'false'"),
+        ("generate.thinking", 1, "1"),
+        ("generate.temperature", "0.5", "'0.5'"),
+        ("think.end_id", "1023", "'1023'"),
+        ("think.start", 5, "5"),
+        ("prompts.sources", "data/raw/questions.jsonl", "'data/raw/questions.jsonl'"),
+        ("verifier.server_env", {"A": 1}, "1"),
+        ("verifier.revision", "main", "'main'"),
+        ("verifier.dtype", "fp16", "'fp16'"),
+        ("verifier.quantization", 4, "4"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_and_never_converted(project, key, value, shown):
+    project.set(**{key: value})
+    message = problem(project)
+    assert f"{key}" in message
+    assert message.endswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("generate.concurrency", 0),
+        ("generate.timeout_s", -1),
+        ("generate.max_tokens", 0),
+        ("generate.temperature", 2.1),
+        ("generate.temperature", -0.1),
+        ("generate.top_p", 0.0),
+        ("generate.top_p", 1.5),
+        ("generate.top_k", -1),
+        ("generate.gate.min_reasoning_fraction", 1.01),
+        ("generate.max_failed_fraction", -0.01),
+        ("generate.thinking_switch", "enable thinking"),
+        ("prompts.sources", []),
+        ("prompts.sample_cap", 0),
+        ("reassemble.truncated", "maybe"),
+        ("extract.layer_ids", [1, 2]),
+        ("extract.layer_ids", [2, 1, 3]),
+        ("extract.layer_ids", [1, 1, 3]),
+        ("evaluate.context_bins", [64, 64]),
+        ("train.learning_rate", 0.0),
+        ("train.learning_rate", float("inf")),
+    ],
+)
+def test_a_value_out_of_range_is_named(project, key, value):
+    project.set(**{key: value})
+    message = problem(project)
+    assert key.split(".")[0] in message
+    assert key.split(".")[-1] in message
+    assert str(value) in message
+
+
+def test_nan_is_refused(project):
+    project.set(**{"generate.temperature": float("nan")})
+    assert "generate.temperature" in problem(project)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("learning_rate: 0.001", "learning_rate: 1e-3", "train.learning_rate"),
+        ("thinking: true", "thinking: on", "generate.thinking"),
+        ("max_tokens: 512", "max_tokens: 0512", "generate.max_tokens"),
+        ("max_tokens: 512", "max_tokens: 8:32", "generate.max_tokens"),
+    ],
+    ids=["1e-3", "on", "octal", "sexagesimal"],
+)
+def test_a_value_that_dvc_would_read_otherwise_is_refused(project, old, new, key):
+    rewrite(project, old, new)
+    assert key in problem(project)
+
+
+def test_a_key_given_twice_is_refused(project):
+    rewrite(project, "  temperature: 0.0", "  temperature: 0.0\n  temperature: 1.0")
+    assert "temperature" in problem(project)
+
+
+def test_a_missing_file_says_where_to_run(project):
+    Path("params.yaml").unlink()
+    message = problem(project)
+    assert message.startswith("params.yaml: ")
+    assert "run from the project's root" in message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"generate: [1, 2", b"a:\n\tb: 1", b"\xff\xfe\x00", b"a: b: c", b"", b"- 1\n- 2\n", b"text"],
+    ids=["open", "tab", "binary", "colons", "empty", "list", "scalar"],
+)
+def test_a_file_that_is_no_mapping_in_yaml_is_refused(project, content):
+    Path("params.yaml").write_bytes(content)
+    assert problem(project).startswith("params.yaml")
+
+
+def test_a_model_that_is_no_folder_needs_a_revision(project):
+    project.set(**{"verifier.model": "moonshotai/Kimi-K2.5"})
+    message = problem(project)
+    assert "moonshotai/Kimi-K2.5" in message
+    assert "verifier.revision" in message
+
+
+@pytest.mark.parametrize("revision", ["main", "0123abc", "A" * 40, "g" * 40])
+def test_a_revision_is_a_full_commit(project, revision):
+    project.set(**{"verifier.model": "moonshotai/Kimi-K2.5", "verifier.revision": revision})
+    message = problem(project)
+    assert "verifier.revision: " in message
+    assert repr(revision) in message
+
+
+def test_a_hub_model_with_a_full_commit_is_accepted(project):
+    project.set(**{"verifier.model": "moonshotai/Kimi-K2.5", "verifier.revision": "0" * 40})
+    assert load_params().verifier.revision == "0" * 40
+
+
+@pytest.mark.parametrize("section", ["generate", "benchmark"])
+def test_answers_must_leave_room_for_the_question(project, section):
+    project.set(**{"verifier.max_model_len": 600, f"{section}.max_tokens": 600})
+    message = problem(project)
+    assert f"{section}.max_tokens is 600" in message
+    assert "verifier.max_model_len 600" in message
+
+
+def test_a_loaded_value_cannot_be_changed(project):
+    params = load_params()
+    with pytest.raises(ValueError, match="frozen"):
+        params.generate.concurrency = 1
+
+
+def test_an_integer_is_a_good_temperature(project):
+    project.set(**{"generate.temperature": 1})
+    assert load_params().generate.temperature == 1.0
+
+
+def test_the_switch_is_sent_as_a_boolean_under_its_own_name(project):
+    project.set(**{"generate.thinking": False, "generate.thinking_switch": "thinking"})
+    assert load_params().generate.template_kwargs == {"thinking": False}
+    project.set(**{"generate.thinking_switch": None})
+    assert load_params().generate.template_kwargs == {}
+
+
+def test_endpoints_come_from_the_environment_first(monkeypatch):
+    monkeypatch.delenv("X_ENDPOINTS", raising=False)
+    assert endpoints_from("X_ENDPOINTS", ["http://a/v1/"]) == ["http://a/v1"]
+    monkeypatch.setenv("X_ENDPOINTS", " http://b/v1 ,http://c/v1/,")
+    assert endpoints_from("X_ENDPOINTS", ["http://a/v1"]) == ["http://b/v1", "http://c/v1"]
+    monkeypatch.setenv("X_ENDPOINTS", "")
+    assert endpoints_from("X_ENDPOINTS", []) == []

@@ -1,19 +1,22 @@
-"""What differs between a CPU and an accelerator, all of it.
+"""What differs between a CPU and an accelerator when a draft is trained or evaluated, all of it.
 
-speculators and vLLM's connector are written for accelerators; on a CPU a few of their look-ups
-have no answer. Everything else runs the same code on both.
+speculators is written for accelerators; on a CPU a few of its look-ups have no answer. Everything
+else runs the same code on both. (For vLLM on a CPU see pipeline.cpu_connector.)
 """
 
 import os
 
 import torch
 
+# Tokens of a block of flex attention. speculators' masks fit lengths that are a multiple.
+ATTENTION_BLOCK = 128
+
 
 def training_device() -> torch.device:
     """Where a draft is trained and evaluated; on a CPU also answers speculators' step timer."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
-        return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+        return accelerator
     if "OMP_NUM_THREADS" not in os.environ:
         # The small models that a CPU can train gain nothing from a second thread and lose a lot
         # when the threads spin on a busy machine; and one thread sums in one order.
@@ -39,13 +42,3 @@ def losses(device: torch.device) -> str:
 def num_loader_workers(device: torch.device) -> int:
     """Processes that read batches ahead; on a CPU they would compete with the training."""
     return 0 if device.type == "cpu" else 4
-
-
-def hidden_states_connector() -> dict[str, str]:
-    """The part of vLLM's --kv-transfer-config that names the connector."""
-    if torch.accelerator.is_available():
-        return {"kv_connector": "ExampleHiddenStatesConnector"}
-    return {
-        "kv_connector": "CpuHiddenStatesConnector",
-        "kv_connector_module_path": "pipeline.cpu_connector",
-    }

@@ -26,8 +26,9 @@ import pyarrow.parquet as pq
 import torch
 from datasets import Dataset
 from speculators.models.eagle3 import Eagle3DraftModel
+from torch.nn.functional import pad
 
-from pipeline.devices import training_device
+from pipeline.devices import ATTENTION_BLOCK, training_device
 from pipeline.draft import load_draft
 from pipeline.errors import DataError
 from pipeline.params import load_params
@@ -85,12 +86,14 @@ def draft_runs(
     """
     token_ids, aux, _ = states  # [T], [T, 3, H]
     device, dtype = draft.device, draft.dtype
+    padding = -(len(token_ids) - 1) % ATTENTION_BLOCK  # P ≥ T - 1 with it
+    hidden_states = pad(aux[:-1].flatten(1), (0, 0, 0, padding))
     proposed = draft(
-        hidden_states=aux[:-1].flatten(1)[None].to(device, dtype),  # [1, T-1, 3H]
-        input_ids=token_ids[None, 1:].to(device),  # [1, T-1]
-        document_ids=torch.zeros(1, len(token_ids) - 1, dtype=torch.long, device=device),
+        hidden_states=hidden_states[None].to(device, dtype),  # [1, P, 3H]
+        input_ids=pad(token_ids[1:], (0, padding))[None].to(device),  # [1, P]
+        document_ids=pad(torch.zeros_like(token_ids[1:]), (0, padding), value=-1)[None].to(device),
         ttt_steps=max_draft_tokens,
-    )  # max_draft_tokens × [1, T-1], draft ids
+    )  # max_draft_tokens × [1, P], draft ids
     written_ids = token_ids.numpy()
     num_runs = len(written_ids) - start - 1
     hits = np.zeros((num_runs, max_draft_tokens), dtype=bool)

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import os
-import ssl
 import subprocess
 import sys
 import time
@@ -13,24 +12,38 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpcore2
 import pytest
 import yaml
 from fake_server import END, MODEL, THINK, THINK_END, VOCAB_SIZE, FakeServer, written
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDPOINTS = "PIPELINE_GENERATE_ENDPOINTS"
-# Small values for the fake's world; its vocabulary is characters, so budgets are generous.
+# The fake's world, and what tests count on. Its tokens are characters, so budgets are generous.
 SMALL = {
+    "verifier.dtype": "float32",
+    "verifier.max_model_len": 1024,
+    "verifier.reasoning_parser": "qwen3",
+    "verifier.server_args": ["--enforce-eager"],
     "think.start_id": THINK,
     "think.end_id": THINK_END,
     "prompts.num_held_out": 1,
     "prompts.sample_cap": 100,
     "generate.concurrency": 4,
     "generate.timeout_s": 30,
+    "generate.max_tokens": 512,
+    "generate.temperature": 0.0,
+    "generate.top_p": 1.0,
+    "generate.top_k": 0,
+    "generate.thinking": True,
+    "generate.thinking_switch": "enable_thinking",
     "generate.gate.num_samples": 4,
+    "generate.gate.min_reasoning_fraction": 0.9,
     "generate.gate.min_reasoning_tokens": 3,
     "generate.max_failed_fraction": 0.0,
+    "reassemble.truncated": "keep",
     "reassemble.draft_vocab_size": 64,
+    "benchmark.num_draft_tokens": 3,
 }
 WEIGHTS = b"not really weights"
 
@@ -146,7 +159,7 @@ def verifier_json() -> dict[str, Any]:
 def one_tls_context() -> Iterator[None]:
     """Each HTTP client reads the CA list anew (40 ms). No test here speaks TLS, so one will do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        patch.setattr(httpcore2, "default_ssl_context", cache(httpcore2.default_ssl_context))
         yield
 
 

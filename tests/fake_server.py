@@ -60,7 +60,8 @@ def prompt_ids(messages: list[dict[str, str]], *, thinking: bool = True) -> list
     """What this model's chat template makes: thinking off is an empty block, as in Qwen3."""
     roles = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
     turns = [[roles[m["role"]], *ids(m["content"]), END] for m in messages]
-    return [*sum(turns, []), ASSISTANT, *([] if thinking else [THINK, THINK_END])]
+    asked = [token for turn in turns for token in turn]
+    return [*asked, ASSISTANT, *([] if thinking else [THINK, THINK_END])]
 
 
 def written(question: str, *, thinking: bool = True) -> list[int]:

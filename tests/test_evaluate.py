@@ -118,7 +118,8 @@ class ScriptedDraft(SimpleNamespace):
 
     def __call__(self, **batch: Any) -> list[torch.Tensor]:
         self.batch = batch
-        said = torch.tensor(self.said)  # [T-1, steps]
+        padding = batch["input_ids"].shape[1] - len(self.said)
+        said = torch.tensor(self.said + [[0, 0]] * padding)  # [P, steps]
         return [said[None, :, step] for step in range(batch["ttt_steps"])]
 
 
@@ -134,22 +135,23 @@ def test_the_draft_proposes_what_comes_after_the_token_it_sees() -> None:
     # At j the draft sees token j + 1, and the next are j + 2, j + 3; 99 is wrong.
     said = [[12, 13], [13, 99], [14, 15], [99, 99], [99, 99]]
     draft = ScriptedDraft(said=said)
-    runs = draft_runs(draft, states_of(IDS), start=2, max_draft_tokens=2)  # type: ignore[arg-type]
+    runs = draft_runs(draft, states_of(IDS), start=2, max_draft_tokens=2)
     # After token 2 (j = 1): 13 right, 99 wrong. After 3 (j = 2): 14, 15. After 4 (j = 3): wrong.
     assert runs.tolist() == [1, 2, 0]
-    assert draft.batch["input_ids"].tolist() == [IDS[1:]]
-    assert draft.batch["hidden_states"][0, :, 0].tolist() == [0, 1, 2, 3, 4]
-    assert draft.batch["hidden_states"].shape == (1, 5, 3 * HIDDEN)
+    assert draft.batch["input_ids"][0, :6].tolist() == [*IDS[1:], 0]
+    assert draft.batch["hidden_states"][0, :6, 0].tolist() == [0, 1, 2, 3, 4, 0]
+    assert draft.batch["hidden_states"].shape == (1, 128, 3 * HIDDEN)
+    assert draft.batch["document_ids"][0, :6].tolist() == [0, 0, 0, 0, 0, -1]
 
 
 def test_a_right_token_behind_a_wrong_one_is_lost() -> None:
     said = [[0, 0], [99, 14], [14, 15], [15, 0], [0, 0]]
-    runs = draft_runs(ScriptedDraft(said=said), states_of(IDS), 2, 2)  # type: ignore[arg-type]
+    runs = draft_runs(ScriptedDraft(said=said), states_of(IDS), 2, 2)
     assert runs.tolist() == [0, 2, 1]
 
 
 def test_draft_ids_are_mapped_to_the_verifiers() -> None:
     said = [[i - 10 for i in row] for row in [[12, 13], [13, 14], [14, 15], [15, 10], [10, 10]]]
     draft = ScriptedDraft(said=said, d2t=torch.full((8,), 10))
-    runs = draft_runs(draft, states_of(IDS), 2, 2)  # type: ignore[arg-type]
+    runs = draft_runs(draft, states_of(IDS), 2, 2)
     assert runs.tolist() == [2, 2, 1]

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,21 @@ def test_null_and_absent_content_are_kept_apart(project, server):
         (fail(400, "too long"), "rejected_by_server"),
         # an engine that aborts a request before its first token (D6)
         (says(finish="abort"), "aborted"),
+    ],
+    ids=[
+        "white_space",
+        "no_block",
+        "cut",
+        "abort",
+        "repetition",
+        "null",
+        "tool_calls",
+        "looping",
+        "garbage",
+        "unclosed",
+        "conflict",
+        "400",
+        "abort_without_a_token",
     ],
 )
 def test_a_bad_answer_is_a_row_with_its_status_and_no_reason_to_stop(project, server, act, status):
@@ -332,10 +348,8 @@ def test_a_cut_answer_is_not_lost_when_asking_it_again_fails(project, server, ac
     before = project.rows()[1]
     project.set(**{"generate.max_tokens": 100, "generate.timeout_s": 1})
     server.always(act)
-    try:
+    with suppress(BadRun):
         generate.main()
-    except BadRun:
-        pass
     stored = project.rows("data/**/*.jsonl")
     assert before["token_ids"] in [row.get("token_ids") for row in stored]
     asked(server)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Project
 
+from pipeline import params
 from pipeline.errors import ParamsError
 from pipeline.params import endpoints_from, load_params
 
@@ -29,10 +30,10 @@ def rewrite(project: Project, old: str, new: str) -> None:
 
 def test_the_shipped_params_load(project):
     shutil.copy(ROOT / "params.yaml", project.root)
-    params = load_params()
-    assert params.verifier.model == "models/verifier"
-    assert (params.think.start, params.think.end) == ("<think>", "</think>")
-    assert params.generate.thinking is True
+    shipped = load_params()
+    assert shipped.verifier.model == "models/verifier"
+    assert (shipped.think.start, shipped.think.end) == ("<think>", "</think>")
+    assert shipped.generate.thinking is True
 
 
 def test_an_unknown_key_is_named(project):
@@ -187,10 +188,18 @@ def test_answers_must_leave_room_for_the_question(project, section):
     assert "verifier.max_model_len 600" in message
 
 
+def test_checking_the_file_alone_says_nothing_or_one_line(project, capsys):
+    params.main()
+    assert capsys.readouterr() == ("", "")
+    project.set(**{"generate.concurrency": 0})
+    with pytest.raises(SystemExit, match=r"^params: params\.yaml: generate\.concurrency.*not 0$"):
+        params.main()
+
+
 def test_a_loaded_value_cannot_be_changed(project):
-    params = load_params()
+    loaded = load_params()
     with pytest.raises(ValueError, match="frozen"):
-        params.generate.concurrency = 1
+        loaded.generate.concurrency = 1
 
 
 def test_an_integer_is_a_good_temperature(project):

@@ -314,7 +314,7 @@ def test_a_source_that_cannot_be_read_is_named(project, name, content, said):
 
 def test_too_few_questions_to_train_on_is_an_error_that_names_the_parameter(project):
     rows = [{"conversations": [human(f"Q{n}")]} for n in range(3)]
-    with pytest.raises(DataError, match="prompts.num_held_out 3"):
+    with pytest.raises(DataError, match=r"prompts\.num_held_out 3"):
         run(project, rows, num_held_out=3)
 
 

@@ -1,7 +1,7 @@
 """Whether an answer holds closed reasoning, by its ids; and the gate that stops a bad run."""
 
 import pytest
-from fake_server import ASSISTANT, END, THINK, THINK_END, USER, ids, prompt_ids
+from fake_server import ASSISTANT, END, THINK, THINK_END, USER, ids
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -332,9 +332,10 @@ def test_the_gate_passes_at_the_threshold_and_fails_one_below(
         at.add(trace)
     if num_good:
         below = gate(num_samples, fraction)
+        for trace in [good] * (num_good - 1) + [empty] * (num_samples - num_good):
+            below.add(trace)
         with pytest.raises(BadRun):
-            for trace in [good] * (num_good - 1) + [empty] * (num_samples - num_good + 1):
-                below.add(trace)
+            below.add(empty)
 
 
 def test_the_gate_waits_until_the_window_is_full(gate, empty):
@@ -393,7 +394,7 @@ def test_closed_reasoning_passes_the_gate(gate, good, status):
 
 def test_too_short_reasoning_fails_the_gate(gate, trace_of):
     gate(1, 1.0, 7).add(trace_of("Q", turn("because", "42")))
-    with pytest.raises(BadRun, match="generate.gate.min_reasoning_tokens 8"):
+    with pytest.raises(BadRun, match=r"generate\.gate\.min_reasoning_tokens 8"):
         gate(1, 1.0, 8).add(trace_of("Q", turn("because", "42")))
 
 

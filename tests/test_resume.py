@@ -31,9 +31,14 @@ def files(folder: Path) -> list[str]:
 def test_a_block_that_raises_leaves_the_old_file_and_no_temp_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(RuntimeError), atomic_path(path) as temp:
-        temp.write_text("half")
-        raise RuntimeError
+
+    def dies_half_way() -> None:
+        with atomic_path(path) as temp:
+            temp.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        dies_half_way()
     assert path.read_text() == "old"
     assert files(tmp_path) == ["a.txt"]
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_the_command_says_what_params_say(project):
     )
     command = serve_command(load_params().verifier, ["--seed", "1"])
     assert command[:3] == ["vllm", "serve", "moonshotai/Kimi-K2.5"]
-    pairs = dict(zip(command, command[1:], strict=False))
+    pairs = dict(pairwise(command))
     assert pairs["--revision"] == "a" * 40
     assert pairs["--dtype"] == "bfloat16"
     assert pairs["--quantization"] == "fp8"
@@ -161,8 +162,19 @@ def test_a_longer_context_is_fine(project):
 
 
 def test_a_url_where_nobody_answers_is_named():
-    with pytest.raises(ServerError, match="http://127.0.0.1:9/v1"):
+    with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9/v1"):
         meet("http://127.0.0.1:9/v1")
+
+
+def test_a_server_that_refuses_the_key_is_one_clear_line_without_the_key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
+    with FakeServer(api_key="sk-right") as guarded, pytest.raises(ServerError) as caught:
+        meet(guarded.base_url)
+    message = str(caught.value)
+    assert guarded.base_url in message
+    assert "401" in message
+    assert "\n" not in message
+    assert "sk-" not in message
 
 
 # serving
@@ -182,9 +194,14 @@ def test_a_server_is_up_for_the_block_and_all_its_processes_are_gone_after_it(
 
 def test_all_its_processes_are_gone_when_the_block_raises(project, install_vllm, eventually):
     install_vllm()
-    with pytest.raises(RuntimeError), serve(load_params().verifier, "generate"):
-        eventually(lambda: len(pids()) == 3, "all three processes")
-        raise RuntimeError
+
+    def fails_while_serving() -> None:
+        with serve(load_params().verifier, "generate"):
+            eventually(lambda: len(pids()) == 3, "all three processes")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails_while_serving()
     eventually(nobody_is_left, "the end of all processes")
 
 

@@ -1,0 +1,102 @@
+"""A vLLM server that gives hidden states instead of answers.
+
+Its `extract_hidden_states` method treats the wanted layers as a draft model that proposes nothing,
+and a KV connector writes their states to a file per request, named in the answer.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from pipeline.params import Params, Verifier, endpoints_from
+from pipeline.server import Endpoint, meet_all, serve, speculative_args
+from pipeline.verifier import VerifierIdentity
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_MEMORY = Path("/dev/shm")
+STAGING_ON_DISK = Path("data/.staging")
+STAGING_BYTES = 4 << 30  # room for the requests in flight
+
+
+@contextmanager
+def states_endpoints(params: Params, verifier: VerifierIdentity) -> Iterator[list[Endpoint]]:
+    """The running servers that were named, or one of our own."""
+    named = endpoints_from("PIPELINE_EXTRACT_ENDPOINTS", params.extract.endpoints)
+    if named:
+        yield meet_all(named, params.verifier)
+        return
+    with _staging_folder() as staging:
+        layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
+        with serve(_server(params.verifier), "extract", _server_args(layer_ids, staging)) as server:
+            yield [server]
+
+
+def _server(verifier: Verifier) -> Verifier:
+    """The verifier with room for one token more.
+
+    vLLM insists on generating one, which a sequence of max_model_len tokens leaves no room for. The
+    token is thrown away and never fed back, so no position beyond the model's own is used, and
+    vLLM's refusal to serve more than max_position_embeddings can be overruled.
+    """
+    env = {
+        **verifier.server_env,
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        # For `pipeline.cpu_connector`: the `vllm` command does not look into the present folder.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    return verifier.model_copy(
+        update={"max_model_len": verifier.max_model_len + 1, "server_env": env}
+    )
+
+
+def _server_args(layer_ids: list[int], staging: Path) -> list[str]:
+    transfer = {
+        **_connector(),
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(staging)},
+    }
+    return [
+        *speculative_args(
+            {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {
+                    "hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}
+                },
+            }
+        ),
+        "--kv-transfer-config",
+        json.dumps(transfer),
+        # A cached prefix is not computed again, so its states would be missing.
+        "--no-enable-prefix-caching",
+    ]
+
+
+def _connector() -> dict[str, str]:
+    if torch.accelerator.is_available():
+        return {"kv_connector": "ExampleHiddenStatesConnector"}
+    return {
+        "kv_connector": "CpuHiddenStatesConnector",
+        "kv_connector_module_path": "pipeline.cpu_connector",
+    }
+
+
+@contextmanager
+def _staging_folder() -> Iterator[Path]:
+    """In memory where there is room. The name is the same for each run in this folder, so that what
+    a killed run left is removed by the next (the stage has one writer)."""
+    name = f"hidden-states-{os.getuid()}-{hashlib.sha256(os.getcwd().encode()).hexdigest()[:12]}"
+    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= STAGING_BYTES
+    staging = SHARED_MEMORY / name if roomy else STAGING_ON_DISK.resolve()
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

@@ -1,0 +1,105 @@
+"""The table at the end of `make repro`, from literal reports."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline import summary
+
+STATUSES = {"ok": 380, "truncated_in_reasoning": 12, "empty_reasoning": 8, "failed": 0}
+REPORTS = {
+    "prompts": {
+        "rows_in": 500,
+        "held_out": 64,
+        "train": 336,
+        "beyond_cap": 90,
+        "rejected": {"duplicate": 7, "blank": 3, "tools": 0},
+    },
+    "generate": {"rows_in": 400, "status": STATUSES},
+    "reassemble": {
+        "rows_in": 400,
+        "train": 330,
+        "held_out": 62,
+        "rejected": {"empty_reasoning": 8, "usage": 0},
+        "reasoning_tokens": {"mean": 61.5, "p50": 58.0, "p95": 120.0, "max": 300},
+    },
+    "evaluate": {"acceptance_length": {"reasoning": 3.111, "answer": 2.222, "overall": 2.888}},
+    "benchmark": {
+        "num_draft_tokens": 3,
+        "acceptance_length": {"draft": 3.667, "ngram": 1.404},
+        "acceptance_by_position": {
+            "draft": {"1": 0.94, "2": 0.88, "3": 0.85},
+            "ngram": {"1": 0.3, "2": 0.08, "3": 0.03},
+        },
+        "tokens_per_s": {
+            "plain": {"1": 261.0, "8": 900.0},
+            "draft": {"1": 348.0, "8": 950.0},
+            "ngram": {"1": 208.0, "8": 700.0},
+        },
+        "speedup": {"draft": 1.333, "ngram": 0.797},
+        "lossless_fraction": 1.0,
+        "lossless_fraction_ngram": 0.9688,
+        "plain_vs_plain_fraction": 0.5,
+    },
+}
+
+
+@pytest.fixture
+def reports(project, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    Path("reports").mkdir()
+    for stage, report in REPORTS.items():
+        Path(f"reports/{stage}.json").write_text(json.dumps(report))
+
+
+def cells(capsys) -> list[list[str]]:
+    """The words of each table row of what was printed."""
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.replace("┃", "│").split("│") for line in lines]
+    return [[cell.strip() for cell in row if cell.strip()] for row in rows]
+
+
+@pytest.mark.usefixtures("reports")
+def test_each_stage_shows_what_came_in_what_is_left_and_why(capsys):
+    summary.main()
+    rows = cells(capsys)
+    kept = "7 duplicate, 3 blank, 90 beyond_cap"
+    assert ["prompts", "500", "336 + 64 held out", kept] in rows
+    lost = "12 truncated_in_reasoning, 8 empty_reasoning"
+    assert ["generate", "400", "380 ok", lost] in rows
+    assert ["reassemble", "400", "330 + 62 held out", "8 empty_reasoning"] in rows
+
+
+@pytest.mark.usefixtures("reports")
+def test_the_draft_stands_beside_ngram_and_no_speculation(capsys):
+    summary.main()
+    rows = cells(capsys)
+    assert ["draft", "3.67", "0.94 0.88 0.85", "348", "x 1.33", "100%"] in rows
+    assert ["n-gram", "1.40", "0.30 0.08 0.03", "208", "x 0.80", "97%"] in rows
+    assert ["no speculation", "1.00", "261", "x 1.00", "50%"] in rows
+
+
+@pytest.mark.usefixtures("reports")
+def test_acceptance_by_phase_and_reasoning_length_are_shown(capsys):
+    summary.main()
+    shown = capsys.readouterr().out
+    assert "3.11 in reasoning, 2.22 in the answer, 2.89 overall" in shown
+    assert "mean 61.5, p50 58.0, p95 120.0" in shown
+
+
+@pytest.mark.usefixtures("reports")
+def test_the_last_line_is_a_command_to_paste(capsys):
+    summary.main()
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "vllm serve models/verifier --dtype float32 --max-model-len 1024 --reasoning-parser qwen3 "
+        "--enforce-eager --speculative-config "
+        '\'{"method":"eagle3","model":"models/draft","num_speculative_tokens":3}\''
+    )
+
+
+@pytest.mark.usefixtures("reports")
+def test_a_missing_report_is_named_and_exits_1():
+    Path("reports/evaluate.json").unlink()
+    with pytest.raises(SystemExit, match=r"summary: reports/evaluate\.json"):
+        summary.main()

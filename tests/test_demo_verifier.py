@@ -1,14 +1,17 @@
 """The demo verifier: its questions, the raw file, the model that ships, and its report."""
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
 from random import Random
 
 import pytest
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
+from pipeline.demo_verifier.card import model_card
 from pipeline.demo_verifier.draw import KINDS, make_question
 from pipeline.demo_verifier.evaluate import held_out_questions, reencodes
 from pipeline.demo_verifier.questions import split_of
@@ -288,3 +291,14 @@ def test_the_report_meets_the_targets():
     assert 0 < on["num_not_reencoded"] <= 0.04 * asked
     assert sum(kind["num_questions"] for kind in report["by_kind"].values()) == asked
     assert len(report["by_kind"]) == len(KINDS)
+
+
+def test_the_model_card_shows_the_report(tokenizer):
+    report = json.loads((ROOT / "reports/demo_verifier.json").read_text())
+    with safe_open(VERIFIER / "model.safetensors", "pt") as weights:
+        num_parameters = sum(
+            math.prod(weights.get_slice(name).get_shape())
+            for name in weights.keys()  # noqa: SIM118
+        )
+    card = (VERIFIER / "README.md").read_text()
+    assert card == model_card(report, num_parameters, len(tokenizer))

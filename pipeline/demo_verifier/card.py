@@ -14,13 +14,14 @@ between `<think>` and `</think>` and then answers one sentence; `enable_thinking
 template switches the thinking off, and so does `/no_think` at the end of a question.
 
 It is there so that every stage of this pipeline runs for real without a GPU. It is **not** a useful
-assistant: it knows twelve kinds of small question (those of `pipeline/demo_verifier/questions.py`)
-and answers anything else with nonsense. Speed-ups measured on it say nothing about a large model.
+assistant: it knows twelve kinds of small question (those of `stories.py` and `puzzles.py` in
+`pipeline/demo_verifier`) and answers anything else with nonsense. Speed-ups measured on it say
+nothing about a large model.
 
 ## How good it is
 
-{num_questions} held-out questions, greedy, up to {max_new_tokens} new tokens, bf16 weights
-calculated in float32:
+{num_questions} held-out questions, greedy, up to {max_new_tokens} new tokens, the stored bf16
+weights loaded as float32:
 
 | | thinking on | thinking off |
 |---|---|---|

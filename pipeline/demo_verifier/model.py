@@ -88,9 +88,8 @@ def train(
     ]
     checkpoint = checkpoints / f"{_fingerprint(seed)}.pt"
     first_chunk = _load(checkpoint, model, optimizers)
-    with progress_bar("training", len(schedule) * EXAMPLES_PER_CHUNK, "examples") as bar:
-        if first_chunk:
-            bar.advance(first_chunk * EXAMPLES_PER_CHUNK, note="from the checkpoint")
+    num_left = (len(schedule) - first_chunk) * EXAMPLES_PER_CHUNK
+    with progress_bar("training", num_left, "examples") as bar:
         for chunk in range(first_chunk, len(schedule)):
             done, part = schedule[chunk]
             weights = _weights(tokenizer, part.weighted)

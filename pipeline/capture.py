@@ -61,10 +61,9 @@ def make_shards(
     if not todo.to_ask:
         assert not list(shards.jobs())
         return shards.made
-    to_ask = todo.to_ask
     with (
         states_endpoints(params, verifier) as endpoints,
-        progress_bar("extracting", len(to_ask), "sequences") as bar,
+        progress_bar("extracting", len(todo.to_ask), "sequences") as bar,
     ):
         asking = _Asking(shards, sequences, params.extract, bar)
         asyncio.run(asking.ask_all(endpoints))
@@ -148,9 +147,9 @@ class _Asking:
                 shard.reject(index, rejected.reason)
                 self._failed += rejected.reason in TRANSIENT
                 self._failures_in_a_row += 1
-                if self._failures_in_a_row >= min(FAILURES_IN_A_ROW, self._bar.total):
+                if self._failures_in_a_row == FAILURES_IN_A_ROW:
                     raise ServerError(
-                        f"{self._failures_in_a_row} sequences in a row got no hidden states, the "
+                        f"{FAILURES_IN_A_ROW} sequences in a row got no hidden states, the "
                         f"last one {record.sample_id}: {rejected.reason}, {rejected}"
                     ) from rejected
             if shard.complete:

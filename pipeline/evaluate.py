@@ -232,9 +232,9 @@ def main() -> None:
     if not any(len(answer.runs) for answer in answers):
         raise DataError(f"{HELD_OUT}: no answer of two tokens or more, so nothing to draft")
     save_runs(RUNS, answers)
-    write_json(
-        REPORT, report(answers, num_draft_tokens, max_draft_tokens, params.evaluate.context_bins)
-    )
+    found = report(answers, num_draft_tokens, max_draft_tokens, params.evaluate.context_bins)
+    write_json(REPORT, found)
+    print(f"acceptance length with {num_draft_tokens} draft tokens: {found['acceptance_length']}")
 
 
 if __name__ == "__main__":

@@ -147,7 +147,12 @@ def main() -> None:
         shards = {**todo.kept, **made}
         manifest = Manifest(shards=[shards[name] for name in sorted(shards)])
         write_json(HIDDEN_STATES / MANIFEST, manifest.model_dump())
-    write_json(REPORT, report(manifest))
+    metrics = report(manifest)
+    write_json(REPORT, metrics)
+    print(
+        f"{metrics['rows_stored']} of {metrics['rows_in']} sequences stored: {metrics['tokens']} "
+        f"tokens, {metrics['bytes'] / 1e6:,.1f} MB in {metrics['shards']} shards"
+    )
 
 
 if __name__ == "__main__":

@@ -140,6 +140,11 @@ def _files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
             for path in sorted(local.glob(WEIGHTS))
         ]
         folder = local
+    elif verifier.revision is None:
+        raise ParamsError(
+            f"verifier.model {verifier.model!r} is no folder here; a Hugging Face id needs the "
+            "full 40-digit commit in verifier.revision"
+        )
     else:
         folder, weights = _hub_files(verifier)
     if not (folder / "config.json").is_file():

@@ -47,15 +47,6 @@ class Verifier(Section):
     server_args: list[str]
     server_env: dict[str, str]
 
-    @model_validator(mode="after")
-    def _hub_id_needs_a_revision(self) -> "Verifier":
-        if not Path(self.model).is_dir() and self.revision is None:
-            raise ValueError(
-                f"model {self.model!r} is no folder here; a Hugging Face id needs the full "
-                "40-digit commit in verifier.revision"
-            )
-        return self
-
 
 class Think(Section):
     """The tokens around the reasoning, with the ids they are expected to have."""

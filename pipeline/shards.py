@@ -43,7 +43,10 @@ class States(NamedTuple):
 
 
 class ShardWriter:
-    """Takes the sequences of one shard in any order and writes them in the entry's order."""
+    """Takes the sequences of one shard in any order and writes them in the entry's order.
+
+    The shard is in memory until then: bytes = tokens × 4 layers × hidden size × bytes of a value.
+    """
 
     def __init__(self, path: Path, entry: ShardEntry, hidden_size: int) -> None:
         self.path = path

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -36,18 +37,21 @@ def main() -> None:
         params.verifier, speculative_args(draft_config(params.benchmark.num_draft_tokens))
     )
     out.print("Put the draft to use:")
-    print(shlex.join(command))
+    environment = [f"{name}={value}" for name, value in params.verifier.server_env.items()]
+    print(shlex.join([*environment, *command]))
 
 
 def rows_table(reports: dict[str, Any]) -> Table:
     """What came in, what is left, and what was rejected for which reason, stage by stage."""
     prompts, generate, reassemble = (reports[s] for s in ("prompts", "generate", "reassemble"))
-    table = Table("stage", "rows in", "kept", "rejected, by reason", title="What the data is")
+    table = Table("stage", "rows in", "kept", "rejected, by reason", box=SIMPLE)
+    table.title = "What the data is"
     table.add_row(
         "prompts",
         str(prompts["rows_in"]),
-        f"{prompts['train']} + {prompts['held_out']} held out",
-        by_reason({**prompts["rejected"], "beyond_cap": prompts["beyond_cap"]}),
+        f"{prompts['train']} to train on, {prompts['held_out']} held out, "
+        f"{prompts['beyond_cap']} beyond the cap",
+        by_reason(prompts["rejected"]),
     )
     statuses = generate["status"]
     table.add_row(
@@ -59,7 +63,7 @@ def rows_table(reports: dict[str, Any]) -> Table:
     table.add_row(
         "reassemble",
         str(reassemble["rows_in"]),
-        f"{reassemble['train']} + {reassemble['held_out']} held out",
+        f"{reassemble['train']} to train on, {reassemble['held_out']} held out",
         by_reason(reassemble["rejected"]),
     )
     reasoning = reassemble["reasoning_tokens"]
@@ -77,7 +81,7 @@ def by_reason(counts: dict[str, int]) -> str:
 def draft_table(reports: dict[str, Any]) -> Table:
     """No speculation, n-gram and draft side by side, as vLLM served them."""
     served, offline = reports["benchmark"], reports["evaluate"]["acceptance_length"]
-    table = Table("", "acceptance length", "by position", "tokens/s", "speed", "outputs as plain")
+    table = Table("", "accepted", "by position", "tokens/s", "speed", "as plain", box=SIMPLE)
     first = next(iter(served["tokens_per_s"]["plain"]))
     for name, label in (("plain", "no speculation"), ("ngram", "n-gram"), ("draft", "draft")):
         length = served["acceptance_length"].get(name)
@@ -93,9 +97,10 @@ def draft_table(reports: dict[str, Any]) -> Table:
         )
     table.title = (
         f"What the draft is worth (greedy, {served['num_draft_tokens']} draft tokens, "
-        f"{first} request at a time)"
+        f"{first} request{'s' if first != '1' else ''} at a time)"
     )
     table.caption = (
+        "accepted: acceptance length, tokens a step; as plain: identical outputs\n"
         f"draft by phase, offline: {offline['reasoning']:.2f} in reasoning, "
         f"{offline['answer']:.2f} in the answer, {offline['overall']:.2f} overall"
     )

@@ -249,7 +249,14 @@ def main() -> None:
         validation = trainer.run(params.train.num_steps, lambda: curve.after_step(bar))
     save_draft(draft, DRAFT, getattr(torch, params.verifier.dtype))
     write_bytes(CURVE, curve.csv(params.train.ttt_steps))
-    write_json(REPORT, report(training, held_out, params.train, validation))
+    metrics = report(training, held_out, params.train, validation)
+    write_json(REPORT, metrics)
+    cut = metrics["sequences_cut"]
+    print(
+        f"{DRAFT}: {params.train.num_steps} steps on {metrics['tokens']} tokens of "
+        f"{len(training)} sequences, held-out accuracy {metrics['held_out']['accuracy']}"
+        + (f"; {cut} were cut at train.max_tokens_per_batch" if cut else "")
+    )
 
 
 if __name__ == "__main__":

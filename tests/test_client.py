@@ -197,6 +197,14 @@ def test_a_busy_server_that_refuses_all_at_once_is_not_a_dead_one():
     assert {answer.outcome for answer in answers.values()} == {"answered"}
 
 
+def test_many_bad_questions_among_good_ones_are_no_dead_server(server):
+    questions = [f"Q{n}" for n in range(80)]
+    for question in questions[1::2]:
+        server.when(question, *[fail(500, "harmony")] * 3)
+    answers = ask(server, questions, concurrency=1)
+    assert [answers[q].outcome for q in questions] == ["answered", "failed"] * 40
+
+
 def test_a_server_that_dies_ends_the_run_and_keeps_what_was_answered(server):
     server.from_request(11, reset)
     answers: dict[str, Answer] = {}

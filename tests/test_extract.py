@@ -233,7 +233,7 @@ def test_a_killed_run_goes_on_where_it_was(server: StatesServer) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (FOLDER / "shard-00000.safetensors").exists():
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -350,9 +350,12 @@ def test_a_time_out_is_a_failure(server: StatesServer) -> None:
 
 
 def test_a_dead_server_ends_the_run_at_once(server: StatesServer) -> None:
+    shutil.rmtree("data/sequences")
+    write_sequences(Path(), [sequence(i) for i in range(60)])
     server.spoil = lambda ids, answer, payload: 500
-    with pytest.raises(ServerError, match="10 sequences in a row got no hidden states"):
+    with pytest.raises(ServerError, match="20 sequences in a row got no hidden states"):
         extract.main()
+    assert len(server.asked) < 2 * 25
 
 
 def test_a_server_without_hidden_states_is_told_apart(server: StatesServer) -> None:

@@ -34,7 +34,8 @@ def run(project, rows: list, path: Path = SOURCE, **overrides: object) -> list[d
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        pq.write_table(pa.Table.from_pylist(rows), path)
+        names = {name: None for row in rows for name in row}
+        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), path)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
     else:

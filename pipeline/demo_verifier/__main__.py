@@ -18,7 +18,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -27,6 +26,7 @@ from pipeline.demo_verifier.evaluate import evaluate
 from pipeline.demo_verifier.model import build_model, train
 from pipeline.demo_verifier.raw import raw_lines
 from pipeline.demo_verifier.tokenizer import build_tokenizer
+from pipeline.params import load_params
 from pipeline.resume import write_bytes, write_json
 
 RAW_QUESTIONS = Path("data/raw/questions.jsonl")
@@ -37,7 +37,7 @@ CHECKPOINTS = Path(tempfile.gettempdir()) / "demo_verifier"
 
 def main() -> None:
     logging.disable_progress_bar()  # the saving and loading of one small file
-    seed = yaml.safe_load(Path("params.yaml").read_text())["demo_verifier"]["seed"]
+    seed = load_params().demo_verifier.seed
     write_bytes(RAW_QUESTIONS, "".join(line + "\n" for line in raw_lines(seed)).encode())
 
     tokenizer = build_tokenizer(seed)

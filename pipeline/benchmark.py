@@ -31,8 +31,6 @@ from pipeline.verifier import load_verifier
 
 METRICS_PATH = Path("reports/benchmark.json")
 TIMEOUT_S = 3600
-# n-gram speculation looks for the last 4 down to 2 tokens earlier in the text.
-NGRAM_LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 # Every round is the first: what an earlier one left in the cache must not make a later one faster.
 COMMON_ARGS = ["--no-enable-prefix-caching"]
 
@@ -57,7 +55,12 @@ def main() -> None:
 def server_args(params: Benchmark) -> dict[str, list[str]]:
     """What each of the three servers gets beside the verifier's own arguments."""
     k = params.num_draft_tokens
-    ngram = {"method": "ngram", "num_speculative_tokens": k, **NGRAM_LOOKUP}
+    ngram = {
+        "method": "ngram",
+        "num_speculative_tokens": k,
+        "prompt_lookup_min": params.prompt_lookup_min,
+        "prompt_lookup_max": params.prompt_lookup_max,
+    }
     return {
         "plain": COMMON_ARGS,
         "ngram": [*COMMON_ARGS, *speculative_args(ngram)],

@@ -1,10 +1,11 @@
-"""Stage evaluate: what the draft is worth on the held-out answers, offline and exact.
+"""Stage 7, evaluate: what the draft is worth on the held-out answers, offline and exact.
 
     python -m pipeline.evaluate
 
 reads   models/draft, data/sequences/held_out, data/hidden_states, data/verifier.json
 writes  reports/evaluate.json, data/acceptance/runs.parquet
-params  evaluate.*, benchmark.num_draft_tokens, extract.layer_ids, verifier.dtype
+params  evaluate.*, benchmark.num_draft_tokens, benchmark.prompt_lookup_*, extract.layer_ids,
+        verifier.dtype
 
 A greedy server with k draft tokens walks through an answer like this: its prefill yields the first
 token for nothing; then each verification step drafts k tokens, keeps the leading ones that are
@@ -33,18 +34,17 @@ from pipeline.draft import load_draft
 from pipeline.errors import DataError
 from pipeline.params import load_params
 from pipeline.progress import progress_bar
-from pipeline.records import Split
+from pipeline.records import DRAFT, HIDDEN_STATES, SEQUENCES, Split
 from pipeline.resume import atomic_path, write_json
 from pipeline.shards import HiddenStates, States
 from pipeline.stage import run_stage
 from pipeline.verifier import load_verifier
 
-DRAFT = Path("models/draft")
-HELD_OUT = Path("data/sequences") / Split.HELD_OUT
-HIDDEN_STATES = Path("data/hidden_states")
+HELD_OUT = SEQUENCES / Split.HELD_OUT
 RUNS = Path("data/acceptance/runs.parquet")
-REPORT = Path("reports/evaluate.json")
+METRICS_PATH = Path("reports/evaluate.json")
 PHASES = ("reasoning", "answer")
+NO_DRAFT = -1  # instead of a run: nothing was proposed
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Step:
     phase: str
     accepted: int  # draft tokens kept
     advanced: int  # tokens written: accepted + 1, but no more than there are
+    drafted: bool  # n-gram speculation has nothing to propose at some steps
 
 
 @torch.inference_mode()
@@ -107,15 +108,41 @@ def draft_runs(
     return np.logical_and.accumulate(hits, axis=1).sum(axis=1)
 
 
+def ngram_runs(
+    tokens: list[int], start: int, max_draft_tokens: int, lookup_min: int, lookup_max: int
+) -> np.ndarray:
+    """The accepted run of vLLM's n-gram speculation after each generated token but the last.
+
+    It looks for the last `lookup_max` … `lookup_min` tokens (the longest found counts) at their
+    first earlier place in the text and proposes what followed there; NO_DRAFT where there is none.
+    """
+    first_end: dict[tuple[int, ...], int] = {}  # n-gram: where it first ends
+    runs = np.full(len(tokens) - start - 1, NO_DRAFT)
+    for last in range(len(tokens) - 1):
+        sizes = range(min(lookup_max, last + 1), lookup_min - 1, -1)
+        ngrams = [tuple(tokens[last + 1 - size : last + 1]) for size in sizes]
+        if last >= start:
+            found = next((first_end[ngram] for ngram in ngrams if ngram in first_end), None)
+            if found is not None:
+                proposed = tokens[found + 1 : min(found + 1 + max_draft_tokens, last + 1)]
+                written = tokens[last + 1 : last + 1 + len(proposed)]
+                same = [ours == theirs for ours, theirs in zip(proposed, written, strict=False)]
+                runs[last - start] = [*same, False].index(False)
+        for ngram in ngrams:
+            first_end.setdefault(ngram, last)
+    return runs
+
+
 def walk(answer: Answer, num_draft_tokens: int) -> Iterator[Step]:
     """The steps of a server that drafts `num_draft_tokens`."""
     done = 0  # runs[done] is that of the last token written
     while done < len(answer.runs):
-        accepted = min(int(answer.runs[done]), num_draft_tokens)
+        drafted = answer.runs[done] != NO_DRAFT
+        accepted = min(int(answer.runs[done]), num_draft_tokens) if drafted else 0
         left = len(answer.runs) - done
         advanced = min(accepted + 1, left)
         position = answer.start + done
-        yield Step(position + 1, answer.phase(position), accepted, advanced)
+        yield Step(position + 1, answer.phase(position), accepted, advanced, drafted)
         done += advanced
 
 
@@ -222,18 +249,24 @@ def main() -> None:
     layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
     held_out = states.of(held_out, layer_ids, verifier.weights_fingerprint)
     draft = load_draft(DRAFT, getattr(torch, params.verifier.dtype), device)
-    answers = []
+    lookup = (params.benchmark.prompt_lookup_min, params.benchmark.prompt_lookup_max)
+    answers, ngram_answers = [], []
     with progress_bar("evaluating", len(held_out), "answers") as bar:
         for row in held_out:
             start = row["loss_mask"].index(1) if 1 in row["loss_mask"] else row["seq_len"]
             runs = draft_runs(draft, states.read(row["key"]), start, max_draft_tokens)
             answers.append(Answer(row["sample_id"], start, row["answer_start"], runs))
+            runs = ngram_runs(row["input_ids"], start, num_draft_tokens, *lookup)
+            ngram_answers.append(Answer(row["sample_id"], start, row["answer_start"], runs))
             bar.advance()
     if not any(len(answer.runs) for answer in answers):
         raise DataError(f"{HELD_OUT}: no answer of two tokens or more, so nothing to draft")
     save_runs(RUNS, answers)
     found = report(answers, num_draft_tokens, max_draft_tokens, params.evaluate.context_bins)
-    write_json(REPORT, found)
+    # As vLLM counts it: over the steps at which it proposes something.
+    ngram_steps = [step for answer in ngram_answers for step in walk(answer, num_draft_tokens)]
+    found["ngram_acceptance_length"] = lengths([step for step in ngram_steps if step.drafted])
+    write_json(METRICS_PATH, found)
     print(f"acceptance length with {num_draft_tokens} draft tokens: {found['acceptance_length']}")
 
 

@@ -1,4 +1,4 @@
-"""Stage extract: the verifier's hidden states on every training and held-out sequence.
+"""Stage 5, extract: the verifier's hidden states on every training and held-out sequence.
 
     python -m pipeline.extract
 
@@ -34,14 +34,12 @@ from pipeline.manifest import (
     survey,
 )
 from pipeline.params import Extract, load_params
-from pipeline.records import Split, count_by
+from pipeline.records import HIDDEN_STATES, SEQUENCES, Split, count_by
 from pipeline.resume import TEMP_SUFFIX, one_writer, write_json
 from pipeline.stage import run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
 
-SEQUENCES = Path("data/sequences")
-HIDDEN_STATES = Path("data/hidden_states")
-REPORT = Path("reports/extract.json")
+METRICS_PATH = Path("reports/extract.json")
 
 
 def load_sequences(folder: Path) -> Dataset:
@@ -148,7 +146,7 @@ def main() -> None:
         manifest = Manifest(shards=[shards[name] for name in sorted(shards)])
         write_json(HIDDEN_STATES / MANIFEST, manifest.model_dump())
     metrics = report(manifest)
-    write_json(REPORT, metrics)
+    write_json(METRICS_PATH, metrics)
     print(
         f"{metrics['rows_stored']} of {metrics['rows_in']} sequences stored: {metrics['tokens']} "
         f"tokens, {metrics['bytes'] / 1e6:,.1f} MB in {metrics['shards']} shards"

@@ -31,7 +31,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class Section(BaseModel):
     """One section of params.yaml: no unknown key, no default, no silent conversion."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Verifier(Section):
@@ -154,11 +154,22 @@ class Benchmark(Section):
     """How the draft is judged in real serving."""
 
     num_draft_tokens: Count
+    prompt_lookup_min: Count
+    prompt_lookup_max: Count
     num_prompts: Count
     concurrency: Annotated[list[Count], Field(min_length=1)]
-    num_rounds: Count
+    num_rounds: Annotated[int, Field(ge=2)]
     max_tokens: Count
     side_by_side: bool
+
+    @model_validator(mode="after")
+    def _lookup_range(self) -> "Benchmark":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max "
+                f"{self.prompt_lookup_max}"
+            )
+        return self
 
 
 class DemoVerifier(Section):
@@ -202,6 +213,8 @@ def load_params(path: Path = PARAMS_PATH) -> Params:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ParamsError(f"{path}: {error.strerror}; run from the project's root") from error
+    except UnicodeDecodeError as error:
+        raise ParamsError(f"{path} is no text: {error}") from error
     try:
         values = yaml.safe_load(text)
         as_dvc_reads_it = YAML(typ="safe", pure=True).load(text)

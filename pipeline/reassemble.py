@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from datasets.table import InMemoryTable
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
@@ -61,6 +61,7 @@ class Rejected(Exception):
 
 
 def main() -> None:
+    disable_progress_bars()  # one bar is enough, and it is ours
     params = load_params()
     verifier = load_verifier()
     if params.reassemble.draft_vocab_size > verifier.vocab_size:

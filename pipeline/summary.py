@@ -80,7 +80,7 @@ def by_reason(counts: dict[str, int]) -> str:
 
 def draft_table(reports: dict[str, Any]) -> Table:
     """No speculation, n-gram and draft side by side, as vLLM served them."""
-    served, offline = reports["benchmark"], reports["evaluate"]["acceptance_length"]
+    served = reports["benchmark"]
     table = Table("", "accepted", "by position", "tokens/s", "speed", "as plain", box=SIMPLE)
     first = next(iter(served["tokens_per_s"]["plain"]))
     for name, label in (("plain", "no speculation"), ("ngram", "n-gram"), ("draft", "draft")):
@@ -101,10 +101,17 @@ def draft_table(reports: dict[str, Any]) -> Table:
     )
     table.caption = (
         "accepted: acceptance length, tokens a step; as plain: identical outputs\n"
-        f"draft by phase, offline: {offline['reasoning']:.2f} in reasoning, "
-        f"{offline['answer']:.2f} in the answer, {offline['overall']:.2f} overall"
+        f"offline, draft: {by_phase(reports['evaluate']['acceptance_length'])}\n"
+        f"offline, n-gram: {by_phase(reports['evaluate']['ngram_acceptance_length'])}"
     )
     return table
+
+
+def by_phase(lengths: dict[str, float | None]) -> str:
+    """An acceptance length for each phase; a phase without a step has none."""
+    return ", ".join(
+        f"{phase} {length:.2f}" if length else f"{phase} –" for phase, length in lengths.items()
+    )
 
 
 if __name__ == "__main__":

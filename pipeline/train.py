@@ -1,4 +1,4 @@
-"""Stage train: an EAGLE-3 draft that predicts the verifier's next tokens.
+"""Stage 6, train: an EAGLE-3 draft that predicts the verifier's next tokens.
 
     python -m pipeline.train
 
@@ -36,16 +36,13 @@ from pipeline.draft import load_vocabulary, new_draft, save_draft
 from pipeline.errors import BadRun, DataError
 from pipeline.params import Params, Train, load_params
 from pipeline.progress import Bar, progress_bar
-from pipeline.records import Split
+from pipeline.records import DRAFT, HIDDEN_STATES, SEQUENCES, Split
 from pipeline.resume import write_bytes, write_json
 from pipeline.shards import HiddenStates, ShardTransfer
 from pipeline.stage import LOGS, run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
 
-SEQUENCES = Path("data/sequences")
-HIDDEN_STATES = Path("data/hidden_states")
-DRAFT = Path("models/draft")
-REPORT = Path("reports/train.json")
+METRICS_PATH = Path("reports/train.json")
 CURVE = Path("reports/train_curve.csv")
 CURVE_POINTS = 200
 TTT_STEP_LOSS_DECAY = 1.0  # every draft token counts the same
@@ -250,7 +247,7 @@ def main() -> None:
     save_draft(draft, DRAFT, getattr(torch, params.verifier.dtype))
     write_bytes(CURVE, curve.csv(params.train.ttt_steps))
     metrics = report(training, held_out, params.train, validation)
-    write_json(REPORT, metrics)
+    write_json(METRICS_PATH, metrics)
     cut = metrics["sequences_cut"]
     print(
         f"{DRAFT}: {params.train.num_steps} steps on {metrics['tokens']} tokens of "

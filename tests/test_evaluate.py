@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline.evaluate import Answer, draft_runs, report, save_runs, walk
+from pipeline.evaluate import Answer, draft_runs, ngram_runs, report, save_runs, walk
 from pipeline.resume import write_json
 from pipeline.shards import States
 
@@ -108,6 +108,37 @@ def test_runs_are_saved_by_position(tmp_path: Path) -> None:
         {"sample_id": "q0_gen0", "position": 3, "phase": "reasoning", "accepted_run": 2},
         {"sample_id": "q0_gen0", "position": 4, "phase": "answer", "accepted_run": 0},
     ]
+
+
+def test_an_ngram_is_looked_up_at_its_first_place() -> None:
+    # Written from token 4 on. After 4: 7 8 was followed by 1 at first, by 2 later.
+    tokens = [7, 8, 1, 7, 8, 2, 7, 8, 1, 7]
+    # At 4 (…7 8): proposes 1 7 8, written is 2. At 5 (…8 2) and 6 (…2 7): never seen.
+    # At 7 (…7 8): proposes 1 7 8, written is 1 7. At 8 (…7 8 1): proposes 7 8 2, written is 7.
+    assert ngram_runs(tokens, 4, 3, 2, 4).tolist() == [0, -1, -1, 2, 1]
+
+
+def test_ngram_runs_are_those_of_vllm() -> None:
+    from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
+
+    k, start = 3, 5
+    tokens = np.random.default_rng(0).integers(0, 4, 200).astype(np.int32)
+    runs = ngram_runs(tokens.tolist(), start, k, 2, 4)
+    for last in range(start, len(tokens) - 1):
+        proposed = _find_longest_matched_ngram_and_propose_tokens(
+            tokens[: last + 1], 2, 4, 1000, k
+        ).tolist()
+        written = tokens[last + 1 :].tolist()
+        run = next(
+            (i for i, (a, b) in enumerate(zip(proposed, written, strict=False)) if a != b),
+            min(len(proposed), len(written)),
+        )
+        assert runs[last - start] == (run if proposed else -1)
+
+
+def test_steps_without_an_ngram_advance_by_one_and_are_not_drafted() -> None:
+    steps = list(walk(answer([-1, 2, 1, 0]), 3))
+    assert [(step.advanced, step.drafted) for step in steps] == [(1, False), (3, True)]
 
 
 class ScriptedDraft(SimpleNamespace):

@@ -12,7 +12,6 @@ own retries are off and a time-out is never repeated at once. What is retried, a
 """
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -25,7 +24,7 @@ import openai
 import orjson
 
 from pipeline.errors import BadRun, ServerError
-from pipeline.server import Endpoint
+from pipeline.server import Endpoint, api_key
 
 MAX_ATTEMPTS = 3
 BACKOFF_S = 1.0
@@ -72,7 +71,7 @@ class _Pool:
         finally:
             self.in_flight[endpoint] -= 1
 
-    def failed(self, endpoint: Endpoint, error: str) -> None:
+    def gave_up(self, endpoint: Endpoint, error: str) -> None:
         self.failures_in_a_row += 1
         if self.failures_in_a_row >= MAX_CONSECUTIVE_FAILURES:
             raise ServerError(
@@ -125,7 +124,7 @@ def run(coroutine: Any) -> None:
 def _client(endpoint: Endpoint, limits: httpx2.Limits, timeout_s: float) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
         base_url=endpoint.base_url,
-        api_key=os.environ.get("OPENAI_API_KEY", "none"),
+        api_key=api_key(),
         max_retries=0,
         timeout=httpx2.Timeout(timeout_s, connect=30),
         http_client=httpx2.AsyncClient(limits=limits, trust_env=False),
@@ -151,9 +150,9 @@ async def _ask(request: Request, pool: _Pool) -> Answer:
             else:
                 pool.failures_in_a_row = 0
                 return Answer(request.key, body, None, "answered", attempt, endpoint)
-            pool.failed(endpoint, error)
         if attempt < MAX_ATTEMPTS:
             await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+    pool.gave_up(endpoint, error)
     return Answer(request.key, None, error, "failed", MAX_ATTEMPTS, endpoint)
 
 
@@ -173,7 +172,8 @@ def _message(error: openai.APIStatusError) -> str:
     """The server's words, on one line and not too many."""
     body = error.body
     text = body.get("message") if isinstance(body, dict) else None
-    return " ".join(str(text or error.response.text).split())[:300]
+    words = " ".join(str(text or error.response.text).split())
+    return words.replace(api_key(), "<key>")[:300] if api_key() != "none" else words[:300]
 
 
 class Throughput:

@@ -7,6 +7,7 @@
     │   └── DataError             an input file that no stage can make sense of
     ├── ServerError               vLLM did not start, died, or answers nonsense
     └── BadRun                    the rows themselves show that going on is a waste
+        └── GateFailed            too few answers hold reasoning
 
 A bad *row* raises nothing: it is counted under its reason (see `pipeline.records`).
 Our own invariants are plain `assert`s.
@@ -39,3 +40,7 @@ class ServerError(PipelineError):
 
 class BadRun(PipelineError):
     """Enough rows failed to know that the remaining ones would fail too."""
+
+
+class GateFailed(BadRun):
+    """Too few answers hold reasoning."""

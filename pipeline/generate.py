@@ -11,7 +11,7 @@ killed run goes on, a raised cap adds, and nothing is asked twice. Answers that 
 do not want wait in data/.stash/.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from pipeline.client import Answer, Request, Throughput, ask_all, run
-from pipeline.errors import BadRun, ServerError
+from pipeline.errors import BadRun, GateFailed, ServerError
 from pipeline.params import Generate, Params, endpoints_from, load_params
 from pipeline.progress import progress_bar
 from pipeline.reasoning import Gate, judge, num_reasoning_tokens
@@ -53,7 +53,9 @@ def main() -> None:
     prompts = [Prompt(**row) for row in read_jsonl(PROMPTS_PATH)]  # type: ignore[typeddict-item]
     wanted = {trace_key(prompt, params.generate, verifier): prompt for prompt in prompts}
     with one_writer(TRACES):
-        stored = {trace["key"]: trace for trace in read_stored()}
+        stored: dict[str, Trace] = {}
+        for trace in read_stored():
+            keep(trace, stored)
         gate = Gate(params.generate, verifier)
         todo = []
         for key, prompt in wanted.items():
@@ -146,7 +148,7 @@ def ask(
         def on_answer(answer: Answer) -> None:
             trace = trace_of(answer, wanted[answer.key], settings, verifier)
             append(journal, trace)
-            stored[answer.key] = trace
+            keep(trace, stored)
             new.append(trace)
             status = Status(trace["status"])
             counts["empty"] += status is Status.EMPTY_REASONING
@@ -165,8 +167,8 @@ def ask(
                         requests, endpoints, settings.concurrency, settings.timeout_s, on_answer
                     )
                 )
-            gate.check()
-        except BadRun:
+                gate.check()
+        except GateFailed:
             set_aside(new, stored)
             raise
 
@@ -208,7 +210,7 @@ def trace_of(answer: Answer, prompt: Prompt, params: Generate, verifier: Verifie
             f"{answer.endpoint.base_url} answers without {error}: it must be a vLLM that knows "
             "return_token_ids"
         ) from error
-    if not prompt_ids or not token_ids:
+    if not prompt_ids or token_ids is None:  # an aborted answer may hold no token
         raise ServerError(
             f"{answer.endpoint.base_url} returns no token ids: it must be a vLLM that knows "
             "return_token_ids"
@@ -234,6 +236,14 @@ def rejudged(trace: Trace, prompt: Prompt, params: Generate, verifier: VerifierI
     if trace["token_ids"]:
         judged["status"] = judge(trace, verifier, thinking=params.thinking)
     return judged
+
+
+def keep(trace: Trace, stored: dict[str, Trace]) -> None:
+    """The newest answer of a key; a failure never takes the place of an answer."""
+    earlier = stored.get(trace["key"])
+    if trace["status"] in TRANSIENT and earlier and earlier["status"] not in TRANSIENT:
+        return
+    stored[trace["key"]] = trace
 
 
 def append(journal: BinaryIO, trace: Trace) -> None:
@@ -263,22 +273,25 @@ def cut_torn_line(journal: Path) -> None:
 
 def fold(wanted: dict[str, Prompt], stored: dict[str, Trace]) -> None:
     """Parts in the order of the prompts; what is not wanted now goes to the stash."""
-    write_rows(STASH, [trace for key, trace in stored.items() if key not in wanted])
     keys = list(wanted)
-    parts = set()
+    rows = {STASH: [dict(trace) for key, trace in stored.items() if key not in wanted]}
     for number, start in enumerate(range(0, len(keys), TRACES_PER_PART)):
         part = TRACES / f"part-{number:05}.jsonl"
-        parts.add(part)
-        write_rows(part, [stored[key] for key in keys[start : start + TRACES_PER_PART]])
-    for stale in set(TRACES.glob("part-*.jsonl")) - parts:
+        rows[part] = [dict(stored[key]) for key in keys[start : start + TRACES_PER_PART]]
+    changed = [
+        path for path in rows if jsonl(rows[path]) != (path.read_bytes() if path.exists() else b"")
+    ]
+    if len(changed) > 1:  # rows may move between files: until all are in place, the journal has all
+        write_jsonl(JOURNAL, (dict(trace) for trace in stored.values()))
+    for path in changed:
+        write_jsonl(path, rows[path])
+    for stale in set(TRACES.glob("part-*.jsonl")) - rows.keys():
         stale.unlink()
     JOURNAL.unlink(missing_ok=True)
 
 
-def write_rows(path: Path, traces: Iterable[Trace]) -> None:
-    rows = [dict(trace) for trace in traces]
-    if rows or path.exists():
-        write_jsonl(path, rows)
+def jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return b"".join(orjson.dumps(row) + b"\n" for row in rows)
 
 
 def set_aside(new: list[Trace], stored: dict[str, Trace]) -> None:
@@ -304,7 +317,7 @@ def metrics_of(traces: list[Trace], verifier: VerifierIdentity) -> dict[str, Any
 def check_failures(traces: list[Trace], params: Generate) -> None:
     """Raises BadRun when too many questions are left without an answer."""
     unanswered = [trace for trace in traces if trace["status"] in TRANSIENT]
-    if len(unanswered) > params.max_failed_fraction * len(traces):
+    if unanswered and len(unanswered) / len(traces) > params.max_failed_fraction:
         raise BadRun(
             f"{len(unanswered)} of {len(traces)} questions have no answer (last: "
             f"{unanswered[-1].get('error')}), more than generate.max_failed_fraction "

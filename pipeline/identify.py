@@ -90,7 +90,7 @@ def identify(params: Params) -> VerifierIdentity:
         think_end_id=end_id,
         end_ids=_end_ids(folder, config, tokenizer),
         bos_id=tokenizer.bos_token_id,
-        control_ids=sorted(set(tokenizer.all_special_ids) - {start_id, end_id}),
+        control_ids=_control_ids(tokenizer, {start_id, end_id}),
         blank_ids=[
             token_id
             for token_id in range(len(tokenizer))
@@ -177,14 +177,27 @@ def _hub_files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
 
 def _config(folder: Path, verifier: Verifier) -> dict[str, Any]:
     """config.json's text part, checked to hold the context that params.yaml asks for."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config") or config
+    config = read_config(folder / "config.json")
+    config = {**config, **(config.get("text_config") or {})}
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"):
+        if not isinstance(config.get(key), int):
+            raise VerifierError(f"{folder / 'config.json'} holds no {key}")
     context = config["max_position_embeddings"]
     if verifier.max_model_len > context:
         raise ParamsError(
             f"verifier.max_model_len is {verifier.max_model_len}, but the model's context "
             f"is {context}"
         )
+    return config
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, no UTF-8
+        raise VerifierError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise VerifierError(f"{path} is no JSON object")
     return config
 
 
@@ -203,12 +216,20 @@ def _load_tokenizer(folder: Path, verifier: Verifier) -> Any:
         ) from error
 
 
+def _control_ids(tokenizer: Any, think: set[int]) -> list[int]:
+    """Special tokens that a map names, and added ones that are only marked as special."""
+    marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return sorted({*tokenizer.all_special_ids, *marked} - think)
+
+
 def _end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> list[int]:
     """All ids that end a generation, from where vLLM takes them: both configs and the tokenizer."""
     generation = folder / "generation_config.json"
-    named: list[Any] = [config.get("eos_token_id"), tokenizer.eos_token_id]
+    top = read_config(folder / "config.json")
+    named: list[Any] = [part.get("eos_token_id") for part in (config, top)]
+    named.append(tokenizer.eos_token_id)
     if generation.is_file():
-        named.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+        named.append(read_config(generation).get("eos_token_id"))
     ids: set[int] = set()
     for value in named:
         ids.update([value] if isinstance(value, int) else value or [])

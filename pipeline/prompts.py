@@ -12,6 +12,7 @@ ordered by sha256(prompts.seed, key), so new rows and a larger cap move nobody; 
 """
 
 import heapq
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -151,7 +152,7 @@ def question_of(row: Any) -> list[Message]:
 
 
 def _role(turn: dict[str, Any]) -> str:
-    name = turn.get("role", turn.get("from"))
+    name = turn.get("role") or turn.get("from")  # Parquet fills an absent key with null
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
         raise Rejected(PromptRejection.UNKNOWN_ROLE)
@@ -160,11 +161,14 @@ def _role(turn: dict[str, Any]) -> str:
 
 def _text(turn: dict[str, Any]) -> str:
     """The turn's text; a list of text parts is joined, any other part is a rejection."""
-    content = turn.get("content", turn.get("value"))
+    content = turn["content"] if turn.get("content") is not None else turn.get("value")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise Rejected(PromptRejection.MULTIMODAL)
-        content = "".join(str(part.get("text", "")) for part in content)
+        texts = [part.get("text") for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise Rejected(PromptRejection.BAD_SHAPE)
+        content = "".join(texts)
     if not isinstance(content, str) or not _is_unicode(content):
         raise Rejected(PromptRejection.BAD_SHAPE)
     return content
@@ -191,20 +195,28 @@ def read_rows(path: Path) -> Iterator[Any]:
                 with path.open("rb") as file:
                     yield from (_parsed(line) for line in file if line.strip())
             case ".json":
-                rows = orjson.loads(path.read_bytes())
+                # Python's own parser takes half an escaped character, which is one bad row.
+                rows = json.loads(path.read_bytes())
                 if not isinstance(rows, list):
                     raise DataError(f"{path}: a JSON source is a list of rows")
                 yield from rows
             case ".parquet":
                 import pyarrow.parquet as pq
+                from pyarrow.lib import ArrowInvalid
 
-                for batch in pq.ParquetFile(path).iter_batches(ROWS_PER_PROGRESS):
+                try:
+                    parquet = pq.ParquetFile(path)
+                except ArrowInvalid as error:
+                    raise DataError(f"{path} is no Parquet: {error}") from error
+                for batch in parquet.iter_batches(ROWS_PER_PROGRESS):
                     yield from batch.to_pylist()
             case suffix:
                 raise DataError(f"{path}: {suffix or 'no suffix'} is not .jsonl, .json or .parquet")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}; see prompts.sources") from error
-    except orjson.JSONDecodeError as error:
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"{path} is no JSON: {error}") from error
 
 

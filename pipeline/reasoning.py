@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.errors import BadRun
+from pipeline.errors import GateFailed
 from pipeline.params import Generate
 from pipeline.records import Status, Trace
 from pipeline.verifier import VerifierIdentity
@@ -146,9 +146,12 @@ class Gate:
     def check(self) -> None:
         """Judge the window as it is, also when fewer answers than `num_samples` came in all."""
         num_good = sum(good for good, _ in self._window)
-        if num_good < self._params.gate.min_reasoning_fraction * len(self._window):
+        if not self._window:
+            return
+        # Divided: 0.55 * 100 is more than 55.
+        if num_good / len(self._window) < self._params.gate.min_reasoning_fraction:
             bad = [trace for good, trace in self._window if not good]
-            raise BadRun(diagnosis(bad, len(self._window), self._params))
+            raise GateFailed(diagnosis(bad, len(self._window), self._params))
 
 
 def diagnosis(bad: list[Trace], num_judged: int, params: Generate) -> str:

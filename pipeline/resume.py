@@ -76,7 +76,10 @@ def read_json(path: Path) -> Any:
 def read_jsonl(path: Path, *, torn_tail: bool = False) -> Iterator[dict[str, Any]]:
     """Rows of a JSONL file that a stage wrote. `torn_tail` allows an unfinished last line (a killed
     writer's), which is left out."""
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; `dvc repro` makes it") from error
     for number, line in enumerate(lines, start=1):
         if not line:
             continue

@@ -112,6 +112,8 @@ def _process(
     LOGS.mkdir(exist_ok=True)
     script, *arguments = serve_command(verifier, extra_args)
     command = [str(Path(sys.executable).with_name(script)), *arguments]
+    if not Path(command[0]).is_file():
+        raise ServerError(f"{command[0]} is missing; `make setup` installs it")
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [*command, "--host", HOST, "--port", str(port)],
@@ -167,15 +169,22 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, base_url: str
     raise ServerError(f"vLLM was not ready after {START_TIMEOUT_S} s (see {log})")
 
 
+def api_key() -> str:
+    """The key that the servers want, if they want one."""
+    return os.environ.get("OPENAI_API_KEY") or "none"
+
+
 def meet(base_url: str) -> Endpoint:
     """Ask a server what it serves. Raises ServerError when nobody answers there."""
     root = base_url.removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key()}"}
     try:
-        with httpx2.Client(timeout=10, trust_env=False) as client:
+        with httpx2.Client(timeout=10, trust_env=False, headers=headers) as client:
             models = client.get(f"{base_url}/models").raise_for_status().json()["data"]
             version = client.get(f"{root}/version").raise_for_status().json()["version"]
     except (httpx2.HTTPError, KeyError, ValueError) as error:
-        raise ServerError(f"no vLLM server at {base_url} ({error})") from error
+        reason = str(error).partition("\n")[0]  # httpx adds a line of advice
+        raise ServerError(f"no vLLM server at {base_url} ({reason})") from error
     if not models:
         raise ServerError(f"the server at {base_url} serves no model")
     model = models[0]

@@ -109,9 +109,8 @@ def draft_table(reports: dict[str, Any]) -> Table:
 
 def by_phase(lengths: dict[str, float | None]) -> str:
     """An acceptance length for each phase; a phase without a step has none."""
-    return ", ".join(
-        f"{phase} {length:.2f}" if length else f"{phase} –" for phase, length in lengths.items()
-    )
+    phases = ("overall", "reasoning", "answer")
+    return ", ".join(f"{p} {lengths[p]:.2f}" if lengths[p] else f"{p} –" for p in phases)
 
 
 if __name__ == "__main__":

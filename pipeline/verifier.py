@@ -7,7 +7,7 @@ and compares the files and the server it meets with it.
 import hashlib
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.errors import VerifierError
 from pipeline.resume import file_sha256, read_json
@@ -67,7 +67,13 @@ def load_verifier(path: Path = VERIFIER_PATH) -> VerifierIdentity:
         VerifierError: a weights file is missing, has another size, or was touched since and has
             other bytes.
     """
-    identity = VerifierIdentity.model_validate(read_json(path))
+    try:
+        identity = VerifierIdentity.model_validate(read_json(path))
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise VerifierError(
+            f"{path} is not what `identify` writes now ({key}); `dvc repro -f identify`"
+        ) from error
     folder = Path(identity.model)
     if not folder.is_dir():
         return identity  # a hub snapshot is pinned by its revision

@@ -15,7 +15,8 @@ from typing import Any
 import httpcore2
 import pytest
 import yaml
-from fake_server import END, MODEL, THINK, THINK_END, VOCAB_SIZE, FakeServer, written
+
+from tests.fake_server import END, MODEL, THINK, THINK_END, VOCAB_SIZE, FakeServer, written
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDPOINTS = "PIPELINE_GENERATE_ENDPOINTS"
@@ -25,6 +26,7 @@ SMALL = {
     "verifier.max_model_len": 1024,
     "verifier.reasoning_parser": "qwen3",
     "verifier.server_args": ["--enforce-eager"],
+    "verifier.server_env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
     "think.start_id": THINK,
     "think.end_id": THINK_END,
     "prompts.num_held_out": 1,
@@ -204,7 +206,7 @@ def verifier() -> Any:
 @pytest.fixture
 def trace_of() -> Callable[..., dict[str, Any]]:
     """`trace_of("Q", [ids])`: a stored answer of the fake's model to a question."""
-    from fake_server import prompt_ids, text_of
+    from tests.fake_server import prompt_ids, text_of
 
     def make(
         question: str = "Q",

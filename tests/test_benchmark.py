@@ -1,7 +1,6 @@
 """The arithmetic of the report: ratios within a round, medians over rounds, vLLM's counters."""
 
 import pytest
-from fake_server import MODEL, VERSION
 
 from pipeline.benchmark import (
     Round,
@@ -18,15 +17,8 @@ from pipeline.errors import ServerError
 from pipeline.params import Benchmark, load_params
 from pipeline.progress import Bar
 from pipeline.server import Endpoint
+from tests.fake_server import MODEL, VERSION
 
-SETTINGS = Benchmark(
-    num_draft_tokens=3,
-    num_prompts=2,
-    concurrency=[1, 8],
-    num_rounds=3,
-    max_tokens=64,
-    side_by_side=True,
-)
 # As vLLM 0.32 prints them, two engines' counters among others.
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -49,6 +41,12 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",pos
 # TYPE vllm:generation_tokens_total counter
 vllm:generation_tokens_total{engine="0",model_name="m"} 12345.0
 """
+
+
+@pytest.fixture
+def settings(project) -> Benchmark:
+    project.set(**{"benchmark.concurrency": [1, 8], "benchmark.num_rounds": 3})
+    return load_params().benchmark
 
 
 def played(server: str, concurrency: int, number: int, seconds: float, outputs=None) -> Round:
@@ -82,8 +80,8 @@ def rounds() -> list[Round]:
     return made
 
 
-def test_the_report_is_what_a_hand_calculates(rounds):
-    assert report_of(rounds, SETTINGS) == {
+def test_the_report_is_what_a_hand_calculates(rounds, settings):
+    assert report_of(rounds, settings) == {
         "num_draft_tokens": 3,
         "num_prompts": 2,
         "generated_tokens": 6,
@@ -160,7 +158,7 @@ def test_a_round_counts_only_what_happened_in_it(server):
 
 
 def test_a_round_with_an_unanswered_question_measures_nothing(server):
-    from fake_server import fail
+    from tests.fake_server import fail
 
     server.always(fail(400, "too long"))
     body = {"messages": [{"role": "user", "content": "Q"}], "max_tokens": 99}
@@ -177,8 +175,8 @@ def test_only_held_out_questions_are_asked_greedy(project):
     assert request.body["chat_template_kwargs"] == {"enable_thinking": True}
 
 
-def test_the_three_servers_differ_in_speculation_alone():
-    args = server_args(SETTINGS)
+def test_the_three_servers_differ_in_speculation_alone(settings):
+    args = server_args(settings)
     assert list(args) == ["plain", "ngram", "draft"]
     assert args["ngram"][:-2] == args["draft"][:-2] == args["plain"]
     assert "--speculative-config" not in args["plain"]

@@ -1,7 +1,13 @@
 """Many requests at once: what is on the wire, what is repeated, and what ends the run."""
 
 import pytest
-from fake_server import (
+
+from pipeline.client import Answer, Request, ask_all, run
+from pipeline.errors import BadRun, PipelineError, ServerError
+from pipeline.generate import request_body
+from pipeline.params import load_params
+from pipeline.server import Endpoint
+from tests.fake_server import (
     MODEL,
     VERSION,
     FakeServer,
@@ -13,12 +19,6 @@ from fake_server import (
     torn_json,
     written,
 )
-
-from pipeline.client import Answer, Request, ask_all, run
-from pipeline.errors import BadRun, PipelineError, ServerError
-from pipeline.generate import request_body
-from pipeline.params import load_params
-from pipeline.server import Endpoint
 
 
 def endpoint_of(server: FakeServer) -> Endpoint:

@@ -93,7 +93,7 @@ def test_no_key_hides_from_dvc() -> None:
     """Keys with dots cannot be named in dvc.yaml; `size` and `nfiles` escape the run cache."""
     for leaf in leaves(PARAMS, ""):
         assert not {"size", "nfiles"} & set(leaf.split("."))
-    keys = [key for key in walk_keys(PARAMS)]
+    keys = walk_keys(PARAMS)
     assert not [key for key in keys if "." in key]
 
 

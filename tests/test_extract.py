@@ -16,13 +16,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_sequences import HIDDEN_SIZE, NUM_LAYERS, ROOT, sequence, write_sequences, write_verifier
-from small_sequences import write_params as _write_params
 
 from pipeline import extract, states_server
 from pipeline.errors import DataError, ServerError, UserError, VerifierError
 from pipeline.resume import one_writer
 from pipeline.shards import HiddenStates
+from tests.small_sequences import (
+    HIDDEN_SIZE,
+    NUM_LAYERS,
+    ROOT,
+    sequence,
+    write_sequences,
+    write_verifier,
+)
+from tests.small_sequences import write_params as _write_params
 
 Payload = dict[str, torch.Tensor]
 

@@ -8,8 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import ENDPOINTS
-from fake_server import (
+
+from pipeline import generate
+from pipeline.errors import BadRun, PipelineError, ServerError, UserError, VerifierError
+from pipeline.params import load_params
+from tests.conftest import ENDPOINTS
+from tests.fake_server import (
     END,
     THINK,
     THINK_END,
@@ -24,10 +28,6 @@ from fake_server import (
     silence,
     written,
 )
-
-from pipeline import generate
-from pipeline.errors import BadRun, PipelineError, ServerError, UserError, VerifierError
-from pipeline.params import load_params
 
 QUESTIONS = ["Q1", "Q2", "Q3", "Q4", "Q5", "Q6"]
 EMPTY = [THINK, *ids("\n\n"), THINK_END, *ids("42"), END]

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import WEIGHTS, Project
 
 from pipeline.errors import ParamsError, PipelineError, VerifierError
 from pipeline.verifier import load_verifier
+from tests.conftest import WEIGHTS, Project
 
 # The scratch tokenizer: one token a byte, then five added ones.
 END, USER, ASSISTANT, THINK, THINK_END = 256, 257, 258, 259, 260
@@ -198,6 +198,14 @@ def test_the_template_hash_changes_with_the_template_alone(model):
     assert before["chat_template_sha256"] != after["chat_template_sha256"]
     assert before["tokenizer_sha256"] == after["tokenizer_sha256"]
     assert before["weights_fingerprint"] == after["weights_fingerprint"]
+
+
+def test_a_model_that_is_no_folder_needs_a_revision(project):
+    """Without one, the hub's newest files would be taken."""
+    project.set(**{"verifier.model": "moonshotai/Kimi-K2.5"})
+    message = refused(ParamsError)
+    assert "moonshotai/Kimi-K2.5" in message
+    assert "verifier.revision" in message
 
 
 def test_a_missing_chat_template_is_refused(model):

@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Project
 
 from pipeline import params
 from pipeline.errors import ParamsError
 from pipeline.params import endpoints_from, load_params
+from tests.conftest import ROOT, Project
 
 
 def problem(project: Project) -> str:
@@ -106,6 +106,8 @@ def test_a_value_of_the_wrong_type_is_named_and_never_converted(project, key, va
         ("extract.layer_ids", [2, 1, 3]),
         ("extract.layer_ids", [1, 1, 3]),
         ("evaluate.context_bins", [64, 64]),
+        ("train.max_tokens_per_batch", 100),
+        ("benchmark.num_rounds", 1),
         ("train.learning_rate", 0.0),
         ("train.learning_rate", float("inf")),
     ],
@@ -160,13 +162,6 @@ def test_a_file_that_is_no_mapping_in_yaml_is_refused(project, content):
     assert problem(project).startswith("params.yaml")
 
 
-def test_a_model_that_is_no_folder_needs_a_revision(project):
-    project.set(**{"verifier.model": "moonshotai/Kimi-K2.5"})
-    message = problem(project)
-    assert "moonshotai/Kimi-K2.5" in message
-    assert "verifier.revision" in message
-
-
 @pytest.mark.parametrize("revision", ["main", "0123abc", "A" * 40, "g" * 40])
 def test_a_revision_is_a_full_commit(project, revision):
     project.set(**{"verifier.model": "moonshotai/Kimi-K2.5", "verifier.revision": revision})
@@ -186,6 +181,11 @@ def test_answers_must_leave_room_for_the_question(project, section):
     message = problem(project)
     assert f"{section}.max_tokens is 600" in message
     assert "verifier.max_model_len 600" in message
+
+
+def test_the_lookup_of_ngram_is_a_range(project):
+    project.set(**{"benchmark.prompt_lookup_min": 5, "benchmark.prompt_lookup_max": 4})
+    assert "prompt_lookup_min 5 is above prompt_lookup_max 4" in problem(project)
 
 
 def test_checking_the_file_alone_says_nothing_or_one_line(project, capsys):

@@ -1,7 +1,6 @@
 """Whether an answer holds closed reasoning, by its ids; and the gate that stops a bad run."""
 
 import pytest
-from fake_server import ASSISTANT, END, THINK, THINK_END, USER, ids
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from pipeline.reasoning import (
     spans_of,
 )
 from pipeline.records import Status
+from tests.fake_server import ASSISTANT, END, THINK, THINK_END, USER, ids
 
 QUESTION = [USER, *ids("Q"), END, ASSISTANT]
 PREFILLED = [*QUESTION, THINK]
@@ -74,9 +74,8 @@ def test_nothing_but_an_end_of_turn(verifier):
     prefilled=st.booleans(),
 )
 def test_spans_lie_in_order_inside_the_generated_turn(tokens, prefilled):
-    from conftest import verifier_json
-
     from pipeline.verifier import VerifierIdentity
+    from tests.conftest import verifier_json
 
     prompt = PREFILLED if prefilled else QUESTION
     spans = spans_of(prompt, tokens, VerifierIdentity.model_validate(verifier_json()))

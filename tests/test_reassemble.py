@@ -4,7 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fake_server import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import DataError, ParamsError
+from pipeline.params import Reassemble
+from pipeline.resume import write_jsonl
+from tests.fake_server import (
     ASSISTANT,
     END,
     SYSTEM,
@@ -16,12 +22,6 @@ from fake_server import (
     prompt_ids,
     written,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from pipeline.errors import DataError, ParamsError
-from pipeline.params import Reassemble
-from pipeline.resume import write_jsonl
 
 pytestmark = pytest.mark.timeout(120)  # the first import of speculators takes its time
 QUESTION = [USER, *ids("Q"), END, ASSISTANT]
@@ -136,9 +136,8 @@ def test_special_tokens_in_the_prompt_are_the_prompts_own(verifier, trace_of):
     prefilled=st.booleans(),
 )
 def test_mask_and_spans_account_for_every_token(reasoning, answer, prefilled):
-    from conftest import verifier_json
-
     from pipeline.verifier import VerifierIdentity
+    from tests.conftest import verifier_json
 
     prompt = [*QUESTION, THINK] if prefilled else QUESTION
     generated = [*([] if prefilled else [THINK]), *reasoning, THINK_END, *answer, END]

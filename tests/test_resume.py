@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from pipeline.errors import DataError, UserError
 from pipeline.resume import (
@@ -22,6 +21,7 @@ from pipeline.resume import (
     write_json,
     write_jsonl,
 )
+from tests.conftest import ROOT
 
 
 def files(folder: Path) -> list[str]:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fake_server import FakeServer
 
 from pipeline.errors import ServerError, VerifierError
 from pipeline.params import load_params
@@ -22,6 +21,7 @@ from pipeline.server import (
     serve_command,
     speculative_args,
 )
+from tests.fake_server import FakeServer
 
 # A `vllm serve` of the standard library: two generations of children, then the two health pages.
 VLLM = """#!{python}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors import safe_open
-from small_sequences import sequence
 
 from pipeline.errors import DataError
 from pipeline.manifest import (
@@ -26,6 +25,7 @@ from pipeline.manifest import (
 )
 from pipeline.resume import write_json
 from pipeline.shards import HiddenStates, Shard, ShardTransfer, ShardWriter, States
+from tests.small_sequences import sequence
 
 HIDDEN = 8
 LAYERS = [1, 2, 3, 4]

@@ -1,6 +1,7 @@
 """The table at the end of `make repro`, from literal reports."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ REPORTS = {
         "rejected": {"empty_reasoning": 8, "usage": 0},
         "reasoning_tokens": {"mean": 61.5, "p50": 58.0, "p95": 120.0, "max": 300},
     },
-    "evaluate": {"acceptance_length": {"reasoning": 3.111, "answer": 2.222, "overall": 2.888}},
+    "evaluate": {
+        "acceptance_length": {"overall": 2.888, "reasoning": 3.111, "answer": 2.222},
+        "ngram_acceptance_length": {"overall": 1.5, "reasoning": 1.25, "answer": None},
+    },
     "benchmark": {
         "num_draft_tokens": 3,
         "acceptance_length": {"draft": 3.667, "ngram": 1.404},
@@ -54,21 +58,19 @@ def reports(project, monkeypatch):
 
 
 def cells(capsys) -> list[list[str]]:
-    """The words of each table row of what was printed."""
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.replace("┃", "│").split("│") for line in lines]
-    return [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    """What was printed, cut into columns where two spaces or more stand."""
+    return [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.usefixtures("reports")
 def test_each_stage_shows_what_came_in_what_is_left_and_why(capsys):
     summary.main()
     rows = cells(capsys)
-    kept = "7 duplicate, 3 blank, 90 beyond_cap"
-    assert ["prompts", "500", "336 + 64 held out", kept] in rows
+    kept = "336 to train on, 64 held out, 90 beyond the cap"
+    assert ["prompts", "500", kept, "7 duplicate, 3 blank"] in rows
     lost = "12 truncated_in_reasoning, 8 empty_reasoning"
     assert ["generate", "400", "380 ok", lost] in rows
-    assert ["reassemble", "400", "330 + 62 held out", "8 empty_reasoning"] in rows
+    assert ["reassemble", "400", "330 to train on, 62 held out", "8 empty_reasoning"] in rows
 
 
 @pytest.mark.usefixtures("reports")
@@ -84,7 +86,8 @@ def test_the_draft_stands_beside_ngram_and_no_speculation(capsys):
 def test_acceptance_by_phase_and_reasoning_length_are_shown(capsys):
     summary.main()
     shown = capsys.readouterr().out
-    assert "3.11 in reasoning, 2.22 in the answer, 2.89 overall" in shown
+    assert "draft: overall 2.89, reasoning 3.11, answer 2.22" in shown
+    assert "n-gram: overall 1.50, reasoning 1.25, answer \u2013" in shown
     assert "mean 61.5, p50 58.0, p95 120.0" in shown
 
 
@@ -92,7 +95,8 @@ def test_acceptance_by_phase_and_reasoning_length_are_shown(capsys):
 def test_the_last_line_is_a_command_to_paste(capsys):
     summary.main()
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "vllm serve models/verifier --dtype float32 --max-model-len 1024 --reasoning-parser qwen3 "
+        "VLLM_CPU_KVCACHE_SPACE=1 vllm serve models/verifier --dtype float32 "
+        "--max-model-len 1024 --reasoning-parser qwen3 "
         "--enforce-eager --speculative-config "
         '\'{"method":"eagle3","model":"models/draft","num_speculative_tokens":3}\''
     )

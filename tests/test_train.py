@@ -10,17 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from small_sequences import (
-    DRAFT_VOCAB_SIZE,
-    HIDDEN_SIZE,
-    LAYER_IDS,
-    NUM_LAYERS,
-    VOCAB_SIZE,
-    sequence,
-    write_params,
-    write_sequences,
-    write_verifier,
-)
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline import train
@@ -34,6 +23,17 @@ from pipeline.progress import Bar
 from pipeline.resume import write_json
 from pipeline.shards import ShardWriter, States
 from pipeline.verifier import load_verifier
+from tests.small_sequences import (
+    DRAFT_VOCAB_SIZE,
+    HIDDEN_SIZE,
+    LAYER_IDS,
+    NUM_LAYERS,
+    VOCAB_SIZE,
+    sequence,
+    write_params,
+    write_sequences,
+    write_verifier,
+)
 
 CPU = torch.device("cpu")
 

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,10 @@ import pytest
 import yaml
 
 from tests.fake_server import END, MODEL, THINK, THINK_END, VOCAB_SIZE, FakeServer, written
+
+# A shell's background job ignores Ctrl-C, and so would all that is started here to be interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDPOINTS = "PIPELINE_GENERATE_ENDPOINTS"

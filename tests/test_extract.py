@@ -428,5 +428,11 @@ def test_vllm_gives_the_states_that_transformers_computes(
             hidden = model(ids, output_hidden_states=True).hidden_states
         _, aux, last = states.read(row["key"])
         for place, layer in enumerate(layer_ids):
-            torch.testing.assert_close(aux[:, place], hidden[layer][0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(last, before_norm[-1][4:], atol=1e-4, rtol=1e-4)
+            assert distance(aux[:, place], hidden[layer][0]) < 1e-5
+        assert distance(last, before_norm[-1][4:]) < 1e-5
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference, in units of the largest value: float32 noise is some 1e-7 of it."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())

@@ -1,5 +1,6 @@
 """One run of the real pipeline, in a clone of the working tree, that all tests here share."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -40,6 +41,18 @@ class Project:
         if check and done.returncode:
             raise AssertionError(f"{command} ended with {done.returncode}:\n{done.stdout}")
         return done
+
+    def stale(self) -> set[str]:
+        """The stages that `dvc status` says have changed."""
+        status = subprocess.run(
+            ["dvc", "status", "--json"],
+            cwd=self.root,
+            env=self.env,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return set(json.loads(status.stdout))
 
     def repro(self, *targets: str) -> list[str]:
         """`dvc repro`, and the names of the stages that it ran."""

@@ -28,6 +28,7 @@ $(READY): requirements/$(REQUIREMENTS).txt requirements/setup.sh requirements/na
 
 ## Runs the pipeline: every stage whose inputs, code or params changed, then the summary
 repro: setup
+	@.venv/bin/python -m pipeline.params
 	$(VENV) dvc repro
 	.venv/bin/python -m pipeline.summary
 

@@ -94,12 +94,10 @@ async def ask_all(
         ServerError: the servers stopped answering.
         whatever `on_answer` raises; requests in flight are then dropped.
     """
-    # The client's pool must not be smaller than the concurrency: a queue there counts as silence.
-    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     todo = iter(requests)
     async with AsyncExitStack() as stack:
         clients = {
-            endpoint: await stack.enter_async_context(_client(endpoint, limits, timeout_s))
+            endpoint: await stack.enter_async_context(api_client(endpoint, concurrency, timeout_s))
             for endpoint in endpoints
         }
         pool = _Pool(clients)
@@ -121,7 +119,10 @@ def run(coroutine: Any) -> None:
         raise group.exceptions[0] from None
 
 
-def _client(endpoint: Endpoint, limits: httpx2.Limits, timeout_s: float) -> openai.AsyncOpenAI:
+def api_client(endpoint: Endpoint, concurrency: int, timeout_s: float) -> openai.AsyncOpenAI:
+    """A client for `concurrency` requests at once that never repeats one by itself."""
+    # A pool smaller than the concurrency would queue: to a time-out that is silence.
+    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     return openai.AsyncOpenAI(
         base_url=endpoint.base_url,
         api_key=api_key(),
@@ -164,8 +165,8 @@ async def _post(client: openai.AsyncOpenAI, endpoint: Endpoint, request: Request
         messages=request.body["messages"],
         extra_body={k: v for k, v in request.body.items() if k != "messages"},
     )
-    body: dict[str, Any] = orjson.loads(response.http_response.content)
-    return body
+    body = orjson.loads(response.http_response.content)
+    return body if isinstance(body, dict) else {}
 
 
 def _message(error: openai.APIStatusError) -> str:

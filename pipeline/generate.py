@@ -25,6 +25,7 @@ from pipeline.progress import progress_bar
 from pipeline.reasoning import Gate, judge, num_reasoning_tokens
 from pipeline.records import (
     CUT,
+    NO_ANSWER,
     PROMPTS_PATH,
     TRACES,
     TRACES_PER_PART,
@@ -136,7 +137,6 @@ def ask(
             next run asks them again.
     """
     settings = params.generate
-    new: list[Trace] = []
     speed = Throughput()
     counts = dict.fromkeys(("empty", "cut", "failed"), 0)
 
@@ -149,7 +149,6 @@ def ask(
             trace = trace_of(answer, wanted[answer.key], settings, verifier)
             append(journal, trace)
             keep(trace, stored)
-            new.append(trace)
             status = Status(trace["status"])
             counts["empty"] += status is Status.EMPTY_REASONING
             counts["cut"] += status in CUT
@@ -169,7 +168,7 @@ def ask(
                 )
                 gate.check()
         except GateFailed:
-            set_aside(new, stored)
+            set_aside(gate)
             raise
 
 
@@ -203,7 +202,7 @@ def trace_of(answer: Answer, prompt: Prompt, params: Generate, verifier: Verifie
         return trace
     try:
         choice = answer.body["choices"][0]
-        message = choice["message"]
+        message = choice["message"] or {}
         prompt_ids, token_ids = answer.body["prompt_token_ids"], choice["token_ids"]
     except (KeyError, IndexError, TypeError) as error:
         raise ServerError(
@@ -239,9 +238,9 @@ def rejudged(trace: Trace, prompt: Prompt, params: Generate, verifier: VerifierI
 
 
 def keep(trace: Trace, stored: dict[str, Trace]) -> None:
-    """The newest answer of a key; a failure never takes the place of an answer."""
+    """The newest answer; a failure, refusal or abort never takes the place of an answer."""
     earlier = stored.get(trace["key"])
-    if trace["status"] in TRANSIENT and earlier and earlier["status"] not in TRANSIENT:
+    if trace["status"] in NO_ANSWER and earlier and earlier["status"] not in NO_ANSWER:
         return
     stored[trace["key"]] = trace
 
@@ -294,12 +293,14 @@ def jsonl(rows: list[dict[str, Any]]) -> bytes:
     return b"".join(orjson.dumps(row) + b"\n" for row in rows)
 
 
-def set_aside(new: list[Trace], stored: dict[str, Trace]) -> None:
-    """Take this run's answers out of the journal: they failed the gate and must be asked again."""
+def set_aside(gate: Gate) -> None:
+    """Take the answers without reasoning out of the journal, so that they are asked again; the good
+    ones were paid for and stay."""
+    rows = list(read_jsonl(JOURNAL)) if JOURNAL.exists() else []
+    bad = [row for row in rows if gate.is_bad(row)]  # type: ignore[arg-type]
     earlier = list(read_jsonl(FAILED_GATE)) if FAILED_GATE.exists() else []
-    write_jsonl(FAILED_GATE, [*earlier, *(dict(trace) for trace in new)])
-    failed = {trace["key"] for trace in new}
-    write_jsonl(JOURNAL, (row for row in read_jsonl(JOURNAL) if row["key"] not in failed))
+    write_jsonl(FAILED_GATE, [*earlier, *bad])
+    write_jsonl(JOURNAL, (row for row in rows if not gate.is_bad(row)))  # type: ignore[arg-type]
 
 
 def metrics_of(traces: list[Trace], verifier: VerifierIdentity) -> dict[str, Any]:

@@ -88,7 +88,10 @@ def select(params: Prompts) -> tuple[list[Prompt], list[dict[str, Any]], int]:
                     key = content_key(messages)
                     if key in questions:
                         raise Rejected(PromptRejection.DUPLICATE)
-                    questions[key] = (str(row.get("source") or path.stem), messages)
+                    source = str(row.get("source") or path.stem)
+                    if not _is_unicode(source):
+                        raise Rejected(PromptRejection.BAD_SHAPE)
+                    questions[key] = (source, messages)
                 except Rejected as rejection:
                     reason = rejection.reason.value
                     rejected.append({"file": str(path), "row": number, "reason": reason})

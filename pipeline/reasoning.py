@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pipeline.errors import GateFailed
 from pipeline.params import Generate
-from pipeline.records import Status, Trace
+from pipeline.records import CUT, Status, Trace
 from pipeline.verifier import VerifierIdentity
 
 # What users write to switch thinking off themselves (Qwen3, GLM).
@@ -136,12 +136,21 @@ class Gate:
         status = Status(trace["status"])
         if not self._params.thinking or status in NOT_JUDGED:
             return
-        good = status in (Status.OK, Status.TRUNCATED_IN_ANSWER) and (
-            num_reasoning_tokens(trace, self._verifier) >= self._params.gate.min_reasoning_tokens
-        )
-        self._window.append((good, trace))
+        self._window.append((self._is_good(trace), trace))
         if len(self._window) == self._window.maxlen:
             self.check()
+
+    def is_bad(self, trace: Trace) -> bool:
+        """Whether an answer lacks reasoning for a reason that asking again may mend. Cut ones are
+        asked again when max_tokens grows."""
+        status = Status(trace["status"])
+        return status not in NOT_JUDGED | CUT and not self._is_good(trace)
+
+    def _is_good(self, trace: Trace) -> bool:
+        long_enough = self._params.gate.min_reasoning_tokens
+        return trace["status"] in (Status.OK, Status.TRUNCATED_IN_ANSWER) and (
+            num_reasoning_tokens(trace, self._verifier) >= long_enough
+        )
 
     def check(self) -> None:
         """Judge the window as it is, also when fewer answers than `num_samples` came in all."""

@@ -80,6 +80,8 @@ class Status(StrEnum):
 
 TRANSIENT = frozenset({Status.TIMED_OUT, Status.FAILED})
 TRUNCATED = frozenset({Status.TRUNCATED_IN_REASONING, Status.TRUNCATED_IN_ANSWER})
+# Nothing was paid for, or what came is of no use: never takes the place of an answer.
+NO_ANSWER = TRANSIENT | {Status.REJECTED_BY_SERVER, Status.ABORTED}
 # Cut by max_tokens, so a larger max_tokens may save them.
 CUT = TRUNCATED | {Status.LOOPING, Status.GARBAGE}
 

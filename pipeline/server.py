@@ -132,6 +132,7 @@ def _process(
 
 def _server_environment(verifier: Verifier) -> dict[str, str]:
     env = {**os.environ, **QUIET_ENV, "VLLM_CACHE_ROOT": str(Path(".cache/vllm").resolve())}
+    env.pop("VLLM_API_KEY", None)  # our own server on loopback asks for no key
     if Path(verifier.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return {**env, **verifier.server_env}
@@ -145,13 +146,15 @@ def _free_port() -> int:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """SIGTERM to the server, which ends its engine; SIGKILL to what is left of its session."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+    finally:  # also when a second Ctrl-C interrupts the wait
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, base_url: str) -> Endpoint:

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.client import Answer, Request, ask_all, run
 from pipeline.errors import DataError, ServerError
-from pipeline.params import Benchmark, Params, load_params
+from pipeline.params import NEUTRAL_SAMPLING, Benchmark, Params, load_params
 from pipeline.progress import Bar, progress_bar
 from pipeline.records import DRAFT, PROMPTS_PATH, Split
 from pipeline.resume import read_jsonl, write_json
@@ -33,6 +33,8 @@ METRICS_PATH = Path("reports/benchmark.json")
 TIMEOUT_S = 3600
 # Every round is the first: what an earlier one left in the cache must not make a later one faster.
 COMMON_ARGS = ["--no-enable-prefix-caching"]
+
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, **NEUTRAL_SAMPLING}
 
 Outputs = dict[str, list[int]]  # request key → generated token ids
 
@@ -76,7 +78,7 @@ def benchmark_requests(params: Params) -> list[Request]:
             {
                 "messages": row["messages"],
                 "max_tokens": params.benchmark.max_tokens,
-                "temperature": 0.0,
+                **GREEDY,
                 "chat_template_kwargs": params.generate.template_kwargs,
                 "return_token_ids": True,
             },
@@ -110,27 +112,34 @@ def measure(requests: list[Request], params: Params) -> list[Round]:
             serve_all(params.verifier, {name: args[name] for name in names}) as endpoints,
             progress_bar(f"benchmarking {', '.join(names)}", total, "answers") as bar,
         ):
+            for endpoint in endpoints.values():  # the first request of a server is its slowest
+                run(ask_all(requests[:1], [endpoint], 1, TIMEOUT_S, lambda _: None))
             for number in range(settings.num_rounds):
                 for concurrency in settings.concurrency:
-                    for name, endpoint in endpoints.items():
+                    # Each is first as often as last.
+                    for name, endpoint in list(endpoints.items())[:: (-1) ** number]:
                         this = Round(name, concurrency, number)
                         rounds.append(play(this, requests, endpoint, bar))
     return rounds
 
 
 def play(this: Round, requests: list[Request], endpoint: Endpoint, bar: Bar) -> Round:
-    """Raises ServerError when a question gets no answer: a partial round measures nothing."""
+    """Raises ServerError when a question gets no answer: a partial round measures nothing. One that
+    the server refuses, as too long for its context, is left out of every round alike."""
 
     def on_answer(answer: Answer) -> None:
-        if answer.body is None:
+        if answer.body is not None:
+            this.outputs[answer.key] = answer.body["choices"][0]["token_ids"]
+        elif answer.outcome != "refused":
             raise ServerError(f"{this.server} left a question unanswered: {answer.error}")
-        this.outputs[answer.key] = answer.body["choices"][0]["token_ids"]
         bar.advance(1, f"{this.server}, concurrency {this.concurrency}")
 
     before = spec_decode_counters(endpoint)
     started = time.perf_counter()
     run(ask_all(requests, [endpoint], this.concurrency, TIMEOUT_S, on_answer))
     this.seconds = time.perf_counter() - started
+    if not this.outputs:
+        raise ServerError(f"the {this.server} server refuses every question")
     after = spec_decode_counters(endpoint)
     this.counters = {name: value - before.get(name, 0) for name, value in after.items()}
     return this
@@ -176,7 +185,8 @@ def report_of(rounds: list[Round], params: Benchmark) -> dict[str, Any]:
     speculative = ("draft", "ngram")
     return {
         "num_draft_tokens": params.num_draft_tokens,
-        "num_prompts": len(plain),
+        "num_prompts": params.num_prompts,
+        "num_answered": len(plain),
         "generated_tokens": sum(map(len, plain.values())),
         "acceptance_length": {
             name: acceptance_length(one_at_a_time[name].counters) for name in speculative
@@ -223,7 +233,7 @@ def acceptance_by_position(counters: dict[str, float], num_draft_tokens: int) ->
 
 def same_fraction(outputs: Outputs, plain: Outputs) -> float:
     """Share of questions answered with exactly the same token ids."""
-    return round(sum(outputs[key] == ids for key, ids in plain.items()) / len(plain), 4)
+    return round(sum(outputs.get(key) == ids for key, ids in plain.items()) / len(plain), 4)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from speculators.data_generation.vllm_client import (
     wait_for_lock_async,
 )
 
+from pipeline.client import api_client
 from pipeline.errors import ServerError
 from pipeline.manifest import (
     TRANSIENT,
@@ -37,8 +38,11 @@ from pipeline.shards import Shard, ShardWriter, States
 from pipeline.states_server import states_endpoints
 from pipeline.verifier import VerifierIdentity
 
-FAILURES_IN_A_ROW = 20  # after so many it is the server, not the sequences
+# So many failures in a row, or so many rejections before anything else: it is the server.
+FAILURES_IN_A_ROW = 20
 MAX_FAILED_FRACTION = 0.01  # timed out or failed, of those asked: more of them fail the stage
+# Not worth a second try at once: the answer would be the same, or cost as long again.
+FINAL = frozenset({StatesRejection.REFUSED, StatesRejection.TIMED_OUT})
 
 
 class Rejected(Exception):
@@ -108,14 +112,14 @@ class _Asking:
         self._shards, self._extract, self._bar = shards, extract, bar
         self._rows = {key: row for row, key in enumerate(sequences["key"])}
         self._input_ids = sequences.select_columns(["input_ids"]).with_format("numpy")
-        self._failures_in_a_row = self._failed = 0
+        self._failures_in_a_row = self._rejected_at_first = self._failed = 0
         self._num_tokens = self._num_bytes = 0
         self._started = time.monotonic()
 
     async def ask_all(self, endpoints: list[Endpoint]) -> None:
         jobs = self._shards.jobs()
         clients = [
-            openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="EMPTY", max_retries=0)
+            api_client(endpoint, self._extract.concurrency, self._extract.timeout_s)
             for endpoint in endpoints
         ]
         workers = [
@@ -145,16 +149,22 @@ class _Asking:
                 self._num_tokens += record.num_tokens
             except Rejected as rejected:
                 shard.reject(index, rejected.reason)
-                self._failed += rejected.reason in TRANSIENT
-                self._failures_in_a_row += 1
-                if self._failures_in_a_row == FAILURES_IN_A_ROW:
-                    raise ServerError(
-                        f"{FAILURES_IN_A_ROW} sequences in a row got no hidden states, the "
-                        f"last one {record.sample_id}: {rejected.reason}, {rejected}"
-                    ) from rejected
+                self._count(rejected, record)
             if shard.complete:
                 await asyncio.to_thread(self._shards.finish, shard)
             self._bar.advance(note=self._note())
+
+    def _count(self, rejected: Rejected, record: SequenceRecord) -> None:
+        """Raises ServerError when the server is at fault."""
+        failed = rejected.reason in TRANSIENT
+        self._failed += failed
+        self._failures_in_a_row = self._failures_in_a_row + 1 if failed else 0
+        self._rejected_at_first += not self._num_tokens
+        if FAILURES_IN_A_ROW in (self._failures_in_a_row, self._rejected_at_first):
+            raise ServerError(
+                f"{FAILURES_IN_A_ROW} sequences in a row got no hidden states, the last one "
+                f"{record.sample_id}: {rejected.reason}, {rejected}"
+            ) from rejected
 
     def _note(self) -> str:
         rate = self._num_tokens / max(time.monotonic() - self._started, 1e-9)
@@ -167,7 +177,7 @@ class _Asking:
         try:
             return await self._ask(client, model, shard, record)
         except Rejected as rejected:
-            if rejected.reason == StatesRejection.REFUSED:
+            if rejected.reason in FINAL:
                 raise
             return await self._ask(client, model, shard, record)
 
@@ -193,20 +203,31 @@ class _Asking:
             ) from error
         except openai.OpenAIError as error:
             raise Rejected(StatesRejection.FAILED, _first_line(error)) from error
-        path = Path(file)
-        try:
-            if Path(f"{file}.lock").exists():  # vLLM holds it until the file is written
-                await wait_for_lock_async(f"{file}.lock", self._extract.timeout_s, 0.005)
-            payload = await asyncio.to_thread(load_file, path)
-        except TimeoutError as error:
-            raise Rejected(StatesRejection.TIMED_OUT, f"{path} is never finished") from error
-        except (OSError, SafetensorError) as error:
-            raise Rejected(StatesRejection.FAILED, f"{path}: {_first_line(error)}") from error
-        finally:
-            path.unlink(missing_ok=True)
-            Path(f"{file}.lock").unlink(missing_ok=True)
+        payload = await take(file, self._extract.timeout_s)
         self._num_bytes += payload["hidden_states"].nbytes
         return await asyncio.to_thread(checked, payload, input_ids, shard)
+
+
+async def take(file: str, timeout_s: float) -> dict[str, torch.Tensor]:
+    """What the server wrote to a file of its staging folder, which is deleted.
+
+    A server can name any file: only one that proves to hold hidden states is deleted.
+    """
+    path, lock = Path(file), Path(f"{file}.lock")
+    if path.suffix != ".safetensors":
+        raise Rejected(StatesRejection.FAILED, f"{path} is no .safetensors file")
+    try:
+        if lock.exists():  # vLLM holds it until the file is written
+            await wait_for_lock_async(lock, timeout_s, 0.005)
+        payload = await asyncio.to_thread(load_file, path)
+    except TimeoutError as error:
+        raise Rejected(StatesRejection.TIMED_OUT, f"{path} is never finished") from error
+    except (OSError, SafetensorError) as error:
+        raise Rejected(StatesRejection.FAILED, f"{path}: {_first_line(error)}") from error
+    if not {"hidden_states", "token_ids"} <= payload.keys():
+        raise Rejected(StatesRejection.SHAPE, f"{path} holds {sorted(payload)[:4]}, no states")
+    path.unlink(missing_ok=True)
+    return payload
 
 
 def checked(payload: dict[str, torch.Tensor], input_ids: list[int], shard: ShardWriter) -> States:

@@ -28,7 +28,7 @@ from pipeline.server import Endpoint, api_key
 
 MAX_ATTEMPTS = 3
 BACKOFF_S = 1.0
-# So many attempts in a row that reached no server, and the run ends.
+# So many requests given up in a row (or all that were in flight, if more), and the run ends.
 MAX_CONSECUTIVE_FAILURES = 30
 REFUSED = frozenset({400, 413, 422})
 HOPELESS = frozenset({401, 403, 404})
@@ -55,16 +55,17 @@ class Answer:
 
 
 class _Pool:
-    """The servers, the least busy first, and how many attempts in a row have failed."""
+    """The servers: the least busy sound one is next, and when none is sound the run ends."""
 
-    def __init__(self, clients: dict[Endpoint, openai.AsyncOpenAI]) -> None:
-        self.clients = clients
+    def __init__(self, clients: dict[Endpoint, openai.AsyncOpenAI], timeout_s: float) -> None:
+        self.clients, self.timeout_s = clients, timeout_s
         self.in_flight = dict.fromkeys(clients, 0)
-        self.failures_in_a_row = 0
+        self.failed_in_a_row = dict.fromkeys(clients, 0)  # requests given up, by server
 
     @asynccontextmanager
     async def least_busy(self) -> AsyncIterator[Endpoint]:
-        endpoint = min(self.in_flight, key=lambda e: self.in_flight[e])
+        # A dead server fails fastest, so by load alone it would draw every request.
+        endpoint = min(self.in_flight, key=lambda e: (self.failed_in_a_row[e], self.in_flight[e]))
         self.in_flight[endpoint] += 1
         try:
             yield endpoint
@@ -72,11 +73,13 @@ class _Pool:
             self.in_flight[endpoint] -= 1
 
     def gave_up(self, endpoint: Endpoint, error: str) -> None:
-        self.failures_in_a_row += 1
-        if self.failures_in_a_row >= MAX_CONSECUTIVE_FAILURES:
+        """Raises ServerError when no server has answered anything for too long."""
+        self.failed_in_a_row[endpoint] += 1
+        limit = max(MAX_CONSECUTIVE_FAILURES, sum(self.in_flight.values()))
+        if min(self.failed_in_a_row.values()) >= limit / len(self.clients):
             raise ServerError(
-                f"{endpoint.base_url} failed {self.failures_in_a_row} times in a row, at last with "
-                f"{error!r}; what was answered is stored, the next run goes on"
+                f"{endpoint.base_url} failed {self.failed_in_a_row[endpoint]} times in a row, at "
+                f"last with {error!r}; what was answered is stored, the next run goes on"
             )
 
 
@@ -100,7 +103,7 @@ async def ask_all(
             endpoint: await stack.enter_async_context(api_client(endpoint, concurrency, timeout_s))
             for endpoint in endpoints
         }
-        pool = _Pool(clients)
+        pool = _Pool(clients, timeout_s)
 
         async def work() -> None:
             for request in todo:  # shared: each worker takes the next one
@@ -139,6 +142,7 @@ async def _ask(request: Request, pool: _Pool) -> Answer:
             try:
                 body = await _post(pool.clients[endpoint], endpoint, request)
             except openai.APITimeoutError:
+                pool.gave_up(endpoint, f"no answer in {pool.timeout_s:g} s")
                 return Answer(request.key, None, "timed out", "timed_out", attempt, endpoint)
             except openai.APIStatusError as status:
                 error = f"HTTP {status.status_code}: {_message(status)}"
@@ -149,7 +153,7 @@ async def _ask(request: Request, pool: _Pool) -> Answer:
             except (openai.APIConnectionError, orjson.JSONDecodeError) as lost:
                 error = f"{type(lost).__name__}: {lost.__cause__ or lost}"
             else:
-                pool.failures_in_a_row = 0
+                pool.failed_in_a_row[endpoint] = 0
                 return Answer(request.key, body, None, "answered", attempt, endpoint)
         if attempt < MAX_ATTEMPTS:
             await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))

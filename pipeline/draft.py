@@ -17,12 +17,17 @@ from pipeline.errors import DataError
 from pipeline.params import Params
 from pipeline.verifier import VerifierIdentity
 
+# Weights in other formats are neither fingerprinted nor loaded.
+VERIFIER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.safetensors"]
+
 
 def verifier_folder(verifier: VerifierIdentity) -> str:
     """Where the verifier's files are: the folder itself, or the snapshot of the pinned revision."""
     if Path(verifier.model).is_dir():
         return verifier.model
-    return snapshot_download(verifier.model, revision=verifier.revision)
+    return snapshot_download(
+        verifier.model, revision=verifier.revision, allow_patterns=VERIFIER_FILES
+    )
 
 
 def load_vocabulary(

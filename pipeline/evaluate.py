@@ -25,7 +25,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from datasets import Dataset
 from speculators.models.eagle3 import Eagle3DraftModel
 from torch.nn.functional import pad
 
@@ -36,6 +35,7 @@ from pipeline.params import load_params
 from pipeline.progress import progress_bar
 from pipeline.records import DRAFT, HIDDEN_STATES, SEQUENCES, Split
 from pipeline.resume import atomic_path, write_json
+from pipeline.sequences import load_split
 from pipeline.shards import HiddenStates, States
 from pipeline.stage import run_stage
 from pipeline.verifier import load_verifier
@@ -187,7 +187,8 @@ def lengths(steps: list[Step]) -> dict[str, float | None]:
 def report(
     answers: list[Answer], num_draft_tokens: int, max_draft_tokens: int, bounds: list[int]
 ) -> dict[str, Any]:
-    """reports/evaluate.json. All but `by_num_draft_tokens` is for `num_draft_tokens`."""
+    """reports/evaluate.json, less rows and n-gram. All but `by_num_draft_tokens` is for
+    `num_draft_tokens`."""
     walks = {
         k: [step for answer in answers for step in walk(answer, k)]
         for k in sorted({*range(1, max_draft_tokens + 1), num_draft_tokens})
@@ -242,12 +243,9 @@ def main() -> None:
     num_draft_tokens = params.benchmark.num_draft_tokens
     max_draft_tokens = max(params.evaluate.max_draft_tokens, num_draft_tokens)
     states = HiddenStates(HIDDEN_STATES)
-    try:
-        held_out = Dataset.load_from_disk(str(HELD_OUT))
-    except (FileNotFoundError, ValueError) as error:
-        raise DataError(f"{HELD_OUT} holds no sequences; `dvc repro` makes them") from error
+    rows = load_split(HELD_OUT)
     layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
-    held_out = states.of(held_out, layer_ids, verifier.weights_fingerprint)
+    held_out = states.of(rows, layer_ids, verifier.weights_fingerprint)
     draft = load_draft(DRAFT, getattr(torch, params.verifier.dtype), device)
     lookup = (params.benchmark.prompt_lookup_min, params.benchmark.prompt_lookup_max)
     answers, ngram_answers = [], []
@@ -266,6 +264,9 @@ def main() -> None:
     # As vLLM counts it: over the steps at which it proposes something.
     ngram_steps = [step for answer in ngram_answers for step in walk(answer, num_draft_tokens)]
     found["ngram_acceptance_length"] = lengths([step for step in ngram_steps if step.drafted])
+    # rows_in = samples + rejected
+    found["rows_in"] = len(rows)
+    found["rejected"] = {"no_states": len(rows) - len(held_out)}
     write_json(METRICS_PATH, found)
     print(f"acceptance length with {num_draft_tokens} draft tokens: {found['acceptance_length']}")
 

@@ -33,9 +33,10 @@ from pipeline.manifest import (
     shard_name,
     survey,
 )
-from pipeline.params import Extract, load_params
+from pipeline.params import Params, load_params
 from pipeline.records import HIDDEN_STATES, SEQUENCES, Split, count_by
-from pipeline.resume import TEMP_SUFFIX, one_writer, write_json
+from pipeline.resume import TEMP_SUFFIX, content_key, one_writer, write_json
+from pipeline.sequences import load_split
 from pipeline.stage import run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
 
@@ -48,10 +49,7 @@ def load_sequences(folder: Path) -> Dataset:
     Raises:
         DataError: there is none, or two rows have one key.
     """
-    try:
-        splits = [Dataset.load_from_disk(str(folder / split)) for split in Split]
-    except (FileNotFoundError, ValueError) as error:
-        raise DataError(f"{folder} holds no sequences; `dvc repro` makes them") from error
+    splits = [load_split(folder / split) for split in Split]
     sequences = concatenate_datasets([split for split in splits if len(split)] or splits)
     if not len(sequences):
         raise DataError(f"{folder} is empty: reports/reassemble.json says where the rows went")
@@ -75,18 +73,24 @@ def record_of(row: dict[str, Any]) -> SequenceRecord:
 
 
 def wanted_shards(
-    sequences: Dataset, extract: Extract, verifier: VerifierIdentity
+    sequences: Dataset, params: Params, verifier: VerifierIdentity
 ) -> dict[str, ShardEntry]:
     """What data/hidden_states shall hold, by file name.
 
     Raises:
         DataError: extract.layer_ids asks for a layer that the verifier does not have.
     """
+    extract, served = params.extract, params.verifier
     if extract.layer_ids[-1] > verifier.num_hidden_layers:
         raise DataError(
             f"extract.layer_ids is {extract.layer_ids}, but {verifier.model} has "
             f"{verifier.num_hidden_layers} layers"
         )
+    served_as = {
+        "dtype": served.dtype,
+        "quantization": served.quantization,
+        "config_sha256": verifier.config_sha256,
+    }
     columns = ["sample_id", "key", "prompt_index", "input_ids", "loss_mask"]
     shards = groupby(
         sequences.select_columns(columns).with_format("numpy"),
@@ -97,6 +101,7 @@ def wanted_shards(
             layer_ids=[*extract.layer_ids, verifier.num_hidden_layers],
             dtype=extract.dtype,
             weights_fingerprint=verifier.weights_fingerprint,
+            served_as=content_key(served_as),
             sequences=[record_of(row) for row in rows],
         )
         for index, rows in shards
@@ -128,7 +133,7 @@ def report(manifest: Manifest) -> dict[str, Any]:
 def main() -> None:
     params, verifier = load_params(), load_verifier()
     sequences = load_sequences(SEQUENCES)
-    wanted = wanted_shards(sequences, params.extract, verifier)
+    wanted = wanted_shards(sequences, params, verifier)
     with one_writer(HIDDEN_STATES):
         todo = plan(wanted, survey(HIDDEN_STATES))
         print(

@@ -5,18 +5,13 @@ Writes   data/traces/part-*.jsonl (records.Trace, in the order of the prompts, 1
          `persist: true`), reports/generate.json
 Run      python -m pipeline.generate
 
-While it runs, each answer is one flushed line of data/traces/journal.jsonl; at the end the journal
-is folded into the parts. An answer is known by its key, the hash of all that determines it, so a
-killed run goes on, a raised cap adds, and nothing is asked twice. Answers that the present params
-do not want wait in data/.stash/.
+An answer is known by its key, the hash of all that determines it, so a killed run goes on, a raised
+cap adds, and nothing is asked twice. How answers lie on disk meanwhile: pipeline/traces.py.
 """
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import orjson
+from typing import Any
 
 from pipeline.client import Answer, Request, Throughput, ask_all, run
 from pipeline.errors import BadRun, GateFailed, ServerError
@@ -25,10 +20,8 @@ from pipeline.progress import progress_bar
 from pipeline.reasoning import Gate, judge, num_reasoning_tokens
 from pipeline.records import (
     CUT,
-    NO_ANSWER,
     PROMPTS_PATH,
     TRACES,
-    TRACES_PER_PART,
     TRANSIENT,
     TRUNCATED,
     Prompt,
@@ -36,14 +29,12 @@ from pipeline.records import (
     Trace,
     count_by,
 )
-from pipeline.resume import content_key, one_writer, read_jsonl, write_json, write_jsonl
+from pipeline.resume import content_key, one_writer, read_jsonl, write_json
 from pipeline.server import Endpoint, meet_all, serve
 from pipeline.stage import run_stage
+from pipeline.traces import FAILED_GATE, JOURNAL, append, fold, forget, keep, load_stored
 from pipeline.verifier import VerifierIdentity, load_verifier
 
-JOURNAL = TRACES / "journal.jsonl"
-STASH = Path("data/.stash/traces.jsonl")
-FAILED_GATE = Path("data/.stash/failed_gate.jsonl")
 METRICS_PATH = Path("reports/generate.json")
 ENDPOINTS_VARIABLE = "PIPELINE_GENERATE_ENDPOINTS"
 
@@ -54,18 +45,11 @@ def main() -> None:
     prompts = [Prompt(**row) for row in read_jsonl(PROMPTS_PATH)]  # type: ignore[typeddict-item]
     wanted = {trace_key(prompt, params.generate, verifier): prompt for prompt in prompts}
     with one_writer(TRACES):
-        stored: dict[str, Trace] = {}
-        for trace in read_stored():
-            keep(trace, stored)
+        stored = load_stored()
+        for key in wanted.keys() & stored.keys():
+            stored[key] = rejudged(stored[key], wanted[key], params.generate, verifier)
+        todo = [key for key in wanted if not is_done(stored.get(key), params)]
         gate = Gate(params.generate, verifier)
-        todo = []
-        for key, prompt in wanted.items():
-            if key in stored:
-                stored[key] = rejudged(stored[key], prompt, params.generate, verifier)
-            if key in stored and is_done(stored[key], params.generate):
-                gate.add(stored[key])
-            else:
-                todo.append(key)
         if todo:
             print(f"{len(wanted) - len(todo)} of {len(wanted)} answers are there, asking the rest")
             with ExitStack() as stack:
@@ -78,7 +62,7 @@ def main() -> None:
                 ask(todo, wanted, endpoints, params, verifier, stored, gate)
         else:
             print(f"all {len(wanted)} answers are there, nothing to ask")
-        gate.check()
+            gate.check(stored[key] for key in wanted)
         fold(wanted, stored)
     traces = [stored[key] for key in wanted]
     metrics = metrics_of(traces, verifier)
@@ -115,10 +99,14 @@ def request_body(prompt: Prompt, params: Generate) -> dict[str, Any]:
     }
 
 
-def is_done(trace: Trace, params: Generate) -> bool:
-    """False for what has no answer yet and for an answer that a larger max_tokens may save."""
-    could_go_on = trace["status"] in CUT and trace["sampling"]["max_tokens"] < params.max_tokens
-    return trace["status"] not in TRANSIENT and not could_go_on
+def is_done(trace: Trace | None, params: Params) -> bool:
+    """False for what has no answer yet, and for what more tokens or a longer context may save."""
+    if trace is None or trace["status"] in TRANSIENT:
+        return False
+    if trace["status"] == Status.REJECTED_BY_SERVER:
+        return trace.get("max_model_len", 0) >= params.verifier.max_model_len
+    could_go_on = trace["sampling"]["max_tokens"] < params.generate.max_tokens
+    return not (trace["status"] in CUT and could_go_on)
 
 
 def ask(
@@ -133,10 +121,12 @@ def ask(
     """Ask what is to do and journal each answer; the first ones are judged before the rest go out.
 
     Raises:
-        BadRun: the answers fail the gate; they lie in data/.stash/failed_gate.jsonl then, and the
-            next run asks them again.
+        GateFailed: too few answers hold reasoning. Those without it lie in
+            data/.stash/failed_gate.jsonl and are asked again by the next run; the good ones stay.
+        BadRun: the server refuses every question. Nothing of that is kept.
     """
     settings = params.generate
+    new: list[Trace] = []
     speed = Throughput()
     counts = dict.fromkeys(("empty", "cut", "failed"), 0)
 
@@ -146,9 +136,10 @@ def ask(
     ):
 
         def on_answer(answer: Answer) -> None:
-            trace = trace_of(answer, wanted[answer.key], settings, verifier)
+            trace = trace_of(answer, wanted[answer.key], params, verifier)
             append(journal, trace)
             keep(trace, stored)
+            new.append(trace)
             status = Status(trace["status"])
             counts["empty"] += status is Status.EMPTY_REASONING
             counts["cut"] += status in CUT
@@ -159,20 +150,34 @@ def ask(
 
         first = settings.gate.num_samples
         try:
-            for keys in (todo[:first], todo[first:]):
+            for keys in filter(None, (todo[:first], todo[first:])):
                 requests = (Request(key, request_body(wanted[key], settings)) for key in keys)
                 run(
                     ask_all(
                         requests, endpoints, settings.concurrency, settings.timeout_s, on_answer
                     )
                 )
-                gate.check()
+                if len(new) >= min(first, len(wanted)):
+                    check_refused(new)
+                gate.check(new)
+            gate.check(stored[key] for key in wanted)
         except GateFailed:
-            set_aside(gate)
+            forget((trace["key"] for trace in new if gate.is_bad(trace)), keep_in=FAILED_GATE)
             raise
 
 
-def trace_of(answer: Answer, prompt: Prompt, params: Generate, verifier: VerifierIdentity) -> Trace:
+def check_refused(new: list[Trace]) -> None:
+    """A server that refuses everything is the wrong server, or served wrongly.
+
+    Raises:
+        BadRun: with the server's own words; the refusals are forgotten.
+    """
+    if all(trace["status"] == Status.REJECTED_BY_SERVER for trace in new):
+        forget(trace["key"] for trace in new)
+        raise BadRun(f"the server refuses every question: {new[-1].get('error')}")
+
+
+def trace_of(answer: Answer, prompt: Prompt, params: Params, verifier: VerifierIdentity) -> Trace:
     """The row to store for one answer.
 
     Raises:
@@ -188,12 +193,13 @@ def trace_of(answer: Answer, prompt: Prompt, params: Generate, verifier: Verifie
         "prompt_token_ids": [],
         "token_ids": [],
         "usage": {},
-        "sampling": {**params.sampling, "max_tokens": params.max_tokens},
+        "sampling": {**params.generate.sampling, "max_tokens": params.generate.max_tokens},
         "attempts": answer.attempts,
         "server_version": answer.endpoint.version,
     }
     if answer.body is None:
         trace["error"] = answer.error or ""
+        trace["max_model_len"] = params.verifier.max_model_len
         trace["status"] = {
             "refused": Status.REJECTED_BY_SERVER,
             "timed_out": Status.TIMED_OUT,
@@ -225,7 +231,7 @@ def trace_of(answer: Answer, prompt: Prompt, params: Generate, verifier: Verifie
     trace["usage"] = {k: v for k, v in usage.items() if isinstance(v, int)}
     trace["finish_reason"] = choice.get("finish_reason")
     trace["prompt_token_ids"], trace["token_ids"] = prompt_ids, token_ids
-    trace["status"] = judge(trace, verifier, thinking=params.thinking)
+    trace["status"] = judge(trace, verifier, thinking=params.generate.thinking)
     return trace
 
 
@@ -235,72 +241,6 @@ def rejudged(trace: Trace, prompt: Prompt, params: Generate, verifier: VerifierI
     if trace["token_ids"]:
         judged["status"] = judge(trace, verifier, thinking=params.thinking)
     return judged
-
-
-def keep(trace: Trace, stored: dict[str, Trace]) -> None:
-    """The newest answer; a failure, refusal or abort never takes the place of an answer."""
-    earlier = stored.get(trace["key"])
-    if trace["status"] in NO_ANSWER and earlier and earlier["status"] not in NO_ANSWER:
-        return
-    stored[trace["key"]] = trace
-
-
-def append(journal: BinaryIO, trace: Trace) -> None:
-    """One whole line, flushed: what is lost in a kill is at most the line being written."""
-    journal.write(orjson.dumps(trace) + b"\n")
-    journal.flush()
-
-
-def read_stored() -> Iterator[Trace]:
-    """Every answer there is: stashed ones, the parts, then the journal (newest last)."""
-    for path in [STASH, *sorted(TRACES.glob("part-*.jsonl"))]:
-        if path.exists():
-            yield from read_jsonl(path)  # type: ignore[misc]
-    if JOURNAL.exists():
-        cut_torn_line(JOURNAL)
-        yield from read_jsonl(JOURNAL)  # type: ignore[misc]
-
-
-def cut_torn_line(journal: Path) -> None:
-    """Drop the unfinished last line of a killed run, so that the next line starts on its own."""
-    data = journal.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with journal.open("r+b") as file:
-            file.truncate(whole)
-
-
-def fold(wanted: dict[str, Prompt], stored: dict[str, Trace]) -> None:
-    """Parts in the order of the prompts; what is not wanted now goes to the stash."""
-    keys = list(wanted)
-    rows = {STASH: [dict(trace) for key, trace in stored.items() if key not in wanted]}
-    for number, start in enumerate(range(0, len(keys), TRACES_PER_PART)):
-        part = TRACES / f"part-{number:05}.jsonl"
-        rows[part] = [dict(stored[key]) for key in keys[start : start + TRACES_PER_PART]]
-    changed = [
-        path for path in rows if jsonl(rows[path]) != (path.read_bytes() if path.exists() else b"")
-    ]
-    if len(changed) > 1:  # rows may move between files: until all are in place, the journal has all
-        write_jsonl(JOURNAL, (dict(trace) for trace in stored.values()))
-    for path in changed:
-        write_jsonl(path, rows[path])
-    for stale in set(TRACES.glob("part-*.jsonl")) - rows.keys():
-        stale.unlink()
-    JOURNAL.unlink(missing_ok=True)
-
-
-def jsonl(rows: list[dict[str, Any]]) -> bytes:
-    return b"".join(orjson.dumps(row) + b"\n" for row in rows)
-
-
-def set_aside(gate: Gate) -> None:
-    """Take the answers without reasoning out of the journal, so that they are asked again; the good
-    ones were paid for and stay."""
-    rows = list(read_jsonl(JOURNAL)) if JOURNAL.exists() else []
-    bad = [row for row in rows if gate.is_bad(row)]  # type: ignore[arg-type]
-    earlier = list(read_jsonl(FAILED_GATE)) if FAILED_GATE.exists() else []
-    write_jsonl(FAILED_GATE, [*earlier, *bad])
-    write_jsonl(JOURNAL, (row for row in rows if not gate.is_bad(row)))  # type: ignore[arg-type]
 
 
 def metrics_of(traces: list[Trace], verifier: VerifierIdentity) -> dict[str, Any]:

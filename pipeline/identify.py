@@ -82,6 +82,11 @@ def identify(params: Params) -> VerifierIdentity:
             ]
         ),
         chat_template_sha256=content_key(tokenizer.chat_template),
+        small_files=[
+            file_identity(path)
+            for pattern in ("*.json", "*.jinja", "*.model")
+            for path in sorted(folder.glob(pattern))
+        ],
         weights=weights,
         weights_fingerprint=fingerprint(weights),
         think_start=params.think.start,
@@ -131,14 +136,15 @@ def think_ids(tokenizer: Any, think: Think) -> tuple[int, int]:
     return found[0], found[1]
 
 
+def file_identity(path: Path) -> FileIdentity:
+    return FileIdentity(name=path.name, size_bytes=path.stat().st_size, sha256=file_sha256(path))
+
+
 def _files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
     """The folder with the small files, and the identity of each weights file, by name."""
     local = Path(verifier.model)
     if local.is_dir():
-        weights = [
-            FileIdentity(name=path.name, size_bytes=path.stat().st_size, sha256=file_sha256(path))
-            for path in sorted(local.glob(WEIGHTS))
-        ]
+        weights = [file_identity(path) for path in sorted(local.glob(WEIGHTS))]
         folder = local
     elif verifier.revision is None:
         raise ParamsError(

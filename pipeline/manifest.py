@@ -63,6 +63,9 @@ class ShardEntry(BaseModel):
     """0 = embeddings, k = after layer k; the last one is the state before the final norm"""
     dtype: str
     weights_fingerprint: str
+    served_as: str
+    """content_key of what else decides what the server computes: dtype, quantization, config.json;
+    not of verifier.server_args, which say in how much memory and on how many devices"""
     sequences: list[SequenceRecord]
 
     def stored(self) -> list[SequenceRecord]:
@@ -198,5 +201,5 @@ def _is(there: ShardFile, wanted: ShardEntry) -> bool:
     return _made_as(there) == _made_as(wanted) and asked_for == wanted.sequences
 
 
-def _made_as(entry: ShardEntry) -> tuple[str, str, str]:
-    return (str(entry.layer_ids), entry.dtype, entry.weights_fingerprint)
+def _made_as(entry: ShardEntry) -> tuple[str, str, str, str]:
+    return (str(entry.layer_ids), entry.dtype, entry.weights_fingerprint, entry.served_as)

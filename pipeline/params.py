@@ -25,6 +25,23 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+# Sent with every request: what is left out, a generation_config.json beside the model decides.
+NEUTRAL_SAMPLING = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+# Of vLLM's arguments those that have a key of their own, or that change what the verifier is behind
+# the back of verifier.json.
+NOT_SERVER_ARGS = frozenset(
+    (
+        *("--model", "--dtype", "--quantization", "-q", "--max-model-len", "--reasoning-parser"),
+        *("--revision", "--trust-remote-code", "--speculative-config", "--host", "--port"),
+        *("--tokenizer", "--tokenizer-revision", "--chat-template", "--served-model-name"),
+        *("--hf-overrides", "--hf-config-path", "--api-key"),
+    )
+)
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -46,6 +63,16 @@ class Verifier(Section):
     trust_remote_code: bool
     server_args: list[str]
     server_env: dict[str, str]
+
+    @model_validator(mode="after")
+    def _server_args_change_no_model(self) -> "Verifier":
+        for argument in self.server_args:
+            flag = argument.partition("=")[0].replace("_", "-")
+            if flag in NOT_SERVER_ARGS:
+                raise ValueError(
+                    f"server_args must not hold {flag}: it has a key here, or may not change"
+                )
+        return self
 
 
 class Think(Section):
@@ -92,7 +119,8 @@ class Generate(Section):
     @property
     def sampling(self) -> dict[str, float | int]:
         """The sampling values as sent, less max_tokens, which only bounds them."""
-        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {**chosen, **NEUTRAL_SAMPLING}
 
     @property
     def template_kwargs(self) -> dict[str, bool]:

@@ -24,7 +24,7 @@ from pipeline.errors import DataError
 from pipeline.params import Prompts, load_params
 from pipeline.progress import progress_bar
 from pipeline.records import PROMPTS_PATH, Message, Prompt, PromptRejection, Split, count_by
-from pipeline.resume import content_key, write_json, write_jsonl
+from pipeline.resume import content_key, jsonl, write_bytes, write_json
 from pipeline.stage import run_stage
 
 REJECTED_PATH = Path("data/prompts/rejected.jsonl")
@@ -59,8 +59,8 @@ class Rejected(Exception):
 def main() -> None:
     params = load_params().prompts
     prompts, rejected, num_unused = select(params)
-    write_jsonl(PROMPTS_PATH, (dict(prompt) for prompt in prompts))
-    write_jsonl(REJECTED_PATH, rejected)
+    write_bytes(PROMPTS_PATH, jsonl(prompts))
+    write_bytes(REJECTED_PATH, jsonl(rejected))
     metrics = metrics_of(prompts, rejected, num_unused)
     write_json(METRICS_PATH, metrics)
     rejected_by = {k: n for k, n in metrics["rejected"].items() if n}

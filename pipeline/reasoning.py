@@ -7,7 +7,7 @@ splits the text where no marker was generated.
 
 import re
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import GateFailed
@@ -101,6 +101,8 @@ def judge(trace: Trace, verifier: VerifierIdentity, *, thinking: bool) -> Status
         if spans.answer is None:
             cut = finish == "length"
             return Status.TRUNCATED_IN_REASONING if cut else Status.UNCLOSED_REASONING
+    elif spans.reasoning is not None and not is_blank(spans.reasoning):
+        return Status.PARSER_CONFLICT  # it thinks although it was told not to
     if spans.answer is None or is_blank(spans.answer):
         return Status.TRUNCATED_IN_ANSWER if finish == "length" else Status.EMPTY_ANSWER
     return Status.TRUNCATED_IN_ANSWER if finish == "length" else Status.OK
@@ -122,45 +124,50 @@ def num_reasoning_tokens(trace: Trace, verifier: VerifierIdentity) -> int:
 
 
 class Gate:
-    """Watches a sliding window of answers and stops the run when too few of them hold reasoning.
+    """Stops a run whose answers lack reasoning.
 
-    Raises (from `add`):
-        BadRun: the window is full and bad; the message is the diagnosis.
+    Of the first `num_samples` answers of a run, and of all at its end, `min_reasoning_fraction`
+    must be good. In between any `num_samples` in a row may hold half as many: a healthy run has
+    its bad stretches, and one in which the verifier stops thinking has no good ones.
     """
 
     def __init__(self, params: Generate, verifier: VerifierIdentity) -> None:
         self._params, self._verifier = params, verifier
-        self._window: deque[tuple[bool, Trace]] = deque(maxlen=params.gate.num_samples)
+        self._window: deque[Trace] = deque(maxlen=params.gate.num_samples)
+        self._num_judged = 0
 
     def add(self, trace: Trace) -> None:
-        status = Status(trace["status"])
-        if not self._params.thinking or status in NOT_JUDGED:
+        """Judge the next answer of a run. Raises GateFailed with the diagnosis."""
+        if trace["status"] in NOT_JUDGED:
             return
-        self._window.append((self._is_good(trace), trace))
-        if len(self._window) == self._window.maxlen:
-            self.check()
+        self._window.append(trace)
+        self._num_judged += 1
+        fraction = self._params.gate.min_reasoning_fraction
+        if self._num_judged == self._window.maxlen:
+            self._require(self._window, fraction)
+        elif self._num_judged > self._params.gate.num_samples:
+            self._require(self._window, fraction / 2)
+
+    def check(self, traces: Iterable[Trace]) -> None:
+        """Judge answers in no order. Raises GateFailed with the diagnosis."""
+        judged = [trace for trace in traces if trace["status"] not in NOT_JUDGED]
+        self._require(judged, self._params.gate.min_reasoning_fraction)
 
     def is_bad(self, trace: Trace) -> bool:
         """Whether an answer lacks reasoning for a reason that asking again may mend. Cut ones are
         asked again when max_tokens grows."""
-        status = Status(trace["status"])
-        return status not in NOT_JUDGED | CUT and not self._is_good(trace)
+        return trace["status"] not in NOT_JUDGED | CUT and not self._is_good(trace)
 
     def _is_good(self, trace: Trace) -> bool:
-        long_enough = self._params.gate.min_reasoning_tokens
-        return trace["status"] in (Status.OK, Status.TRUNCATED_IN_ANSWER) and (
-            num_reasoning_tokens(trace, self._verifier) >= long_enough
-        )
+        if trace["status"] not in (Status.OK, Status.TRUNCATED_IN_ANSWER):
+            return False
+        shortest = self._params.gate.min_reasoning_tokens
+        return not self._params.thinking or num_reasoning_tokens(trace, self._verifier) >= shortest
 
-    def check(self) -> None:
-        """Judge the window as it is, also when fewer answers than `num_samples` came in all."""
-        num_good = sum(good for good, _ in self._window)
-        if not self._window:
-            return
-        # Divided: 0.55 * 100 is more than 55.
-        if num_good / len(self._window) < self._params.gate.min_reasoning_fraction:
-            bad = [trace for good, trace in self._window if not good]
-            raise GateFailed(diagnosis(bad, len(self._window), self._params))
+    def _require(self, traces: Collection[Trace], fraction: float) -> None:
+        bad = [trace for trace in traces if not self._is_good(trace)]
+        if traces and 1 - len(bad) / len(traces) < fraction:
+            raise GateFailed(diagnosis(bad, len(traces), self._params))
 
 
 def diagnosis(bad: list[Trace], num_judged: int, params: Generate) -> str:
@@ -179,7 +186,12 @@ def diagnosis(bad: list[Trace], num_judged: int, params: Generate) -> str:
         Status.LOOPING: "the verifier repeats itself. Check verifier.dtype and the sampling",
         Status.GARBAGE: "the verifier writes one token over and over. Check verifier.dtype and "
         "verifier.quantization",
-        Status.PARSER_CONFLICT: "token ids and finish_reason contradict each other. Check think.*",
+        Status.PARSER_CONFLICT: (
+            "token ids and finish_reason contradict each other. Check think.*"
+            if params.thinking
+            else "the verifier thinks although generate.thinking is false. Check "
+            f"generate.thinking_switch ({params.thinking_switch})"
+        ),
         Status.OK: (
             "the reasoning has fewer tokens than generate.gate.min_reasoning_tokens "
             f"{params.gate.min_reasoning_tokens}"

@@ -30,7 +30,7 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 from pipeline.errors import DataError, ParamsError
 from pipeline.params import Reassemble, load_params
 from pipeline.progress import progress_bar
-from pipeline.reasoning import spans_of
+from pipeline.reasoning import is_prefilled, spans_of
 from pipeline.records import (
     PROMPTS_PATH,
     SEQUENCE_COLUMNS,
@@ -44,7 +44,7 @@ from pipeline.records import (
     Trace,
     count_by,
 )
-from pipeline.resume import read_jsonl, write_json, write_jsonl
+from pipeline.resume import jsonl, read_jsonl, write_bytes, write_json
 from pipeline.stage import run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
 
@@ -95,7 +95,7 @@ def main() -> None:
         save_dataset(rows[split], SEQUENCES / split)
     np.save(SEQUENCES / "d2t.npy", d2t)
     np.save(SEQUENCES / "t2d.npy", t2d)
-    write_jsonl(SEQUENCES / "rejected.jsonl", rejected)
+    write_bytes(SEQUENCES / "rejected.jsonl", jsonl(rejected))
     metrics = metrics_of(rows, rejected, num_traces, t2d)
     write_json(METRICS_PATH, metrics)
     print(
@@ -139,7 +139,6 @@ def sequence_of(
     check_ids(trace, status, verifier, thinking=thinking)
     spans = spans_of(prompt_ids, token_ids, verifier)
     length = len(prompt_ids) + len(token_ids)
-    end = length - spans.ends_turn
     # Without a think block (thinking off) the reasoning is the empty range before the answer.
     answer = spans.answer or (length, length)
     reasoning = spans.reasoning or (answer[0], answer[0])
@@ -155,7 +154,7 @@ def sequence_of(
         "reasoning_start": reasoning[0],
         "reasoning_end": reasoning[1],
         "answer_start": answer[0],
-        "answer_end": min(answer[1], end) if spans.answer else length,
+        "answer_end": answer[1],
     }
     assert tuple(row) == SEQUENCE_COLUMNS
     return row
@@ -169,7 +168,9 @@ def check_ids(trace: Trace, status: Status, verifier: VerifierIdentity, *, think
     """
     token_ids = trace["token_ids"]
     spans = spans_of(trace["prompt_token_ids"], token_ids, verifier)
-    if thinking and spans.num_starts != 1:
+    num_starts = token_ids.count(verifier.think_start_id)
+    num_starts += is_prefilled(trace["prompt_token_ids"], verifier)
+    if thinking and num_starts != 1:
         raise Rejected(SequenceRejection.THINK_START)
     if thinking and (spans.answer is None) != (status is Status.TRUNCATED_IN_REASONING):
         raise Rejected(SequenceRejection.THINK_END)

@@ -103,6 +103,7 @@ class Trace(TypedDict):
     sampling: dict[str, Any]  # as sent, max_tokens included
     attempts: int
     error: NotRequired[str]  # for rejected_by_server, timed_out and failed
+    max_model_len: NotRequired[int]  # likewise: the context it was asked at
     server_version: str
 
 

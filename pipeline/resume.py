@@ -1,8 +1,7 @@
 """What makes a stage safe to kill and free to run again.
 
 A file appears whole or not at all (temp file in the same folder, fsync, `os.replace`), an output
-folder has one writer (flock), a row is known by the hash of what determines it, and what the
-present params do not want is moved aside, not deleted, when it was paid for.
+folder has one writer (flock), and a row is known by the hash of what determines it.
 """
 
 import fcntl
@@ -59,8 +58,8 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (text + "\n").encode())
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    write_bytes(path, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+def jsonl(rows: Iterable[Any]) -> bytes:
+    return b"".join(orjson.dumps(row) + b"\n" for row in rows)
 
 
 def read_json(path: Path) -> Any:
@@ -73,9 +72,8 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} is no JSON ({error}); `dvc repro -f` makes it again") from error
 
 
-def read_jsonl(path: Path, *, torn_tail: bool = False) -> Iterator[dict[str, Any]]:
-    """Rows of a JSONL file that a stage wrote. `torn_tail` allows an unfinished last line (a killed
-    writer's), which is left out."""
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSONL file that a stage wrote. Raises DataError when it is missing or torn."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -86,8 +84,6 @@ def read_jsonl(path: Path, *, torn_tail: bool = False) -> Iterator[dict[str, Any
         try:
             yield orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            if torn_tail and number == len(lines):
-                return
             raise DataError(f"{path}:{number} is no JSON ({error})") from error
 
 

@@ -3,9 +3,10 @@
     with serve(params.verifier, "generate") as endpoint:
         ... endpoint.base_url ...
 
-The server runs in its own session, so Ctrl-C reaches the stage alone, which then ends the server;
-should the stage die without a word, the kernel tells the server (PR_SET_PDEATHSIG). Output goes to
-logs/vllm-<name>.log.
+The server runs in its own session, so Ctrl-C reaches the stage alone, which then ends the server
+and all that it started. Should the stage die without a word, the kernel tells the server
+(PR_SET_PDEATHSIG), and a watcher, a shell that waits for the stage's end of a pipe to close,
+ends what is left of the session. Output goes to logs/vllm-<name>.log.
 """
 
 import json
@@ -32,6 +33,15 @@ from pipeline.stage import LOGS, end_with_parent
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 3600  # a trillion parameters take a while to load
 STOP_TIMEOUT_S = 30
+# While its engine is being built vLLM does not listen to SIGTERM, and there is nothing to save.
+STOP_TIMEOUT_UNREADY_S = 2
+# $1 is the server's process group. `read` returns when nobody holds the pipe any more.
+WATCHER = """
+read -r _
+kill -TERM -"$1" 2>/dev/null || exit 0
+for _ in $(seq 30); do sleep 1; kill -0 -"$1" 2>/dev/null || exit 0; done
+kill -KILL -"$1"
+"""
 # What vLLM must not do on its own: phone home, or fetch what is not pinned.
 QUIET_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -99,14 +109,20 @@ def serve_all(
             for name, args in extra_args.items()
         }
         with waiting(f"starting vLLM ({', '.join(started)})"):
-            endpoints = {name: _wait_until_ready(*server) for name, server in started.items()}
+            endpoints = {name: _wait_until_ready(server) for name, server in started.items()}
         yield endpoints
 
 
+@dataclass
+class _Server:
+    process: subprocess.Popen[bytes]
+    log: Path
+    base_url: str
+    ready: bool = False
+
+
 @contextmanager
-def _process(
-    verifier: Verifier, name: str, extra_args: Sequence[str]
-) -> Iterator[tuple[subprocess.Popen[bytes], Path, str]]:
+def _process(verifier: Verifier, name: str, extra_args: Sequence[str]) -> Iterator[_Server]:
     port = _free_port()
     log_path = LOGS / f"vllm-{name}.log"
     LOGS.mkdir(exist_ok=True)
@@ -124,10 +140,29 @@ def _process(
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
+    server = _Server(process, log_path, f"http://{HOST}:{port}/v1")
+    with _watcher(process.pid):
+        try:
+            yield server
+        finally:
+            _end(process, STOP_TIMEOUT_S if server.ready else STOP_TIMEOUT_UNREADY_S)
+
+
+@contextmanager
+def _watcher(process_group: int) -> Iterator[None]:
+    """Have the group ended when this process goes away before the block does."""
+    watcher = subprocess.Popen(
+        ["/bin/sh", "-c", WATCHER, "watcher", str(process_group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
-        yield process, log_path, f"http://{HOST}:{port}/v1"
+        yield
     finally:
-        _end(process)
+        watcher.kill()
+        watcher.communicate()
 
 
 def _server_environment(verifier: Verifier) -> dict[str, str]:
@@ -144,32 +179,35 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     """SIGTERM to the server, which ends its engine; SIGKILL to what is left of its session."""
     try:
         if process.poll() is None:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_TIMEOUT_S)
+                process.wait(timeout_s)
     finally:  # also when a second Ctrl-C interrupts the wait
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, base_url: str) -> Endpoint:
+def _wait_until_ready(server: _Server) -> Endpoint:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        if process.poll() is not None:
+        if server.process.poll() is not None:
             raise ServerError(
-                f"vLLM ended with code {process.returncode} before it was ready: "
-                f"{_last_error(log)} (all of it in {log})"
+                f"vLLM ended with code {server.process.returncode} before it was ready: "
+                f"{_last_error(server.log)} (all of it in {server.log})"
             )
         try:
-            return meet(base_url)
+            endpoint = meet(server.base_url)
         except ServerError:
             time.sleep(0.25)
-    raise ServerError(f"vLLM was not ready after {START_TIMEOUT_S} s (see {log})")
+        else:
+            server.ready = True
+            return endpoint
+    raise ServerError(f"vLLM was not ready after {START_TIMEOUT_S} s (see {server.log})")
 
 
 def api_key() -> str:

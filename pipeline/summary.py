@@ -16,7 +16,7 @@ from rich.table import Table
 from pipeline.errors import PipelineError
 from pipeline.params import load_params
 from pipeline.resume import read_json
-from pipeline.server import draft_config, serve_command, speculative_args
+from pipeline.server import HOST, draft_config, serve_command, speculative_args
 
 REPORTS = Path("reports")
 
@@ -36,9 +36,9 @@ def main() -> None:
     command = serve_command(
         params.verifier, speculative_args(draft_config(params.benchmark.num_draft_tokens))
     )
-    out.print("Put the draft to use:")
+    out.print("Put the draft to use (source .venv/bin/activate first):")
     environment = [f"{name}={value}" for name, value in params.verifier.server_env.items()]
-    print(shlex.join([*environment, *command]))
+    print(shlex.join([*environment, *command, "--host", HOST]))
 
 
 def rows_table(reports: dict[str, Any]) -> Table:
@@ -100,7 +100,7 @@ def draft_table(reports: dict[str, Any]) -> Table:
         f"{first} request{'s' if first != '1' else ''} at a time)"
     )
     table.caption = (
-        "accepted: acceptance length, tokens a step; as plain: identical outputs\n"
+        "accepted: tokens a drafted step; as plain: identical outputs\n"
         f"offline, draft: {by_phase(reports['evaluate']['acceptance_length'])}\n"
         f"offline, n-gram: {by_phase(reports['evaluate']['ngram_acceptance_length'])}"
     )

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import speculators.train.trainer
 import torch
-from datasets import Dataset
 from loguru import logger as loguru_logger
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.models.eagle3.data import shift_batch
@@ -38,6 +38,7 @@ from pipeline.params import Params, Train, load_params
 from pipeline.progress import Bar, progress_bar
 from pipeline.records import DRAFT, HIDDEN_STATES, SEQUENCES, Split
 from pipeline.resume import write_bytes, write_json
+from pipeline.sequences import load_split
 from pipeline.shards import HiddenStates, ShardTransfer
 from pipeline.stage import LOGS, run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
@@ -52,33 +53,48 @@ class SequenceDataset(ArrowDataset):
     """One split of data/sequences with its states from the shards.
 
     Raises:
-        DataError: there are no sequences, none has a supervised token, or the states are of others.
+        DataError: there are no sequences, none has a supervised token that training sees, or the
+            states are of others.
     """
 
     def __init__(
         self, folder: Path, states: HiddenStates, params: Params, verifier: VerifierIdentity
     ) -> None:
-        try:
-            sequences = Dataset.load_from_disk(str(folder))
-        except (FileNotFoundError, ValueError) as error:
-            raise DataError(f"{folder} holds no sequences; `dvc repro` makes them") from error
+        rows = load_split(folder)
         layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
-        sequences = states.of(sequences, layer_ids, verifier.weights_fingerprint)
-        self.num_supervised = sum(map(sum, sequences["loss_mask"]))
-        if not self.num_supervised:
+        with_states = states.of(rows, layer_ids, verifier.weights_fingerprint)
+        max_len = params.train.max_tokens_per_batch
+        seen = max_len + 1  # speculators cuts behind shift_batch, which drops the first token
+        supervised = np.array([sum(mask[:seen]) for mask in with_states["loss_mask"]])
+        sequences = with_states.select(np.flatnonzero(supervised))
+        if not len(sequences):
             raise DataError(
-                f"{folder}: no supervised token in {len(sequences)} sequences with states; "
-                "reports/reassemble.json and reports/extract.json say where the rows went"
+                f"{folder}: no supervised token in {len(with_states)} sequences with states, cut "
+                f"at train.max_tokens_per_batch {max_len}; reports/reassemble.json and "
+                "reports/extract.json say where the rows went"
             )
+        lengths = sequences["seq_len"]
+        self.counts = {
+            "rows_in": len(rows),
+            "sequences": len(sequences),
+            "rejected": {
+                "no_states": len(rows) - len(with_states),
+                "cut_before_answer": len(with_states) - len(sequences),
+            },
+            "tokens": sum(min(length, seen) for length in lengths),
+            "supervised_tokens": int(supervised.sum()),
+            "sequences_cut": sum(length > seen for length in lengths),
+        }
+        """rows_in = sequences + rejected; tokens are those that training sees"""
         super().__init__(
-            max_len=params.train.max_tokens_per_batch,
+            max_len=max_len,
             datapath=folder,
             transfer=ShardTransfer(states, list(sequences["key"])),
             on_missing="raise",
             hidden_states_dtype=getattr(torch, params.train.dtype),
         )
         self.data = sequences.with_format("torch", columns=["input_ids", "loss_mask"])
-        self.approx_lengths: list[int] = list(sequences["seq_len"])
+        self.approx_lengths: list[int] = list(lengths)
 
 
 def make_loader(dataset: SequenceDataset, hidden_size: int, device: torch.device, seed: int) -> Any:
@@ -192,14 +208,10 @@ def report(
     those before were right too, counted over all; `conditional_accuracy` over those."""
     positions = range(params.ttt_steps)
     return {
-        "sequences": len(training),
-        "tokens": sum(training.approx_lengths),
-        "supervised_tokens": training.num_supervised,
-        "sequences_cut": sum(n > params.max_tokens_per_batch for n in training.approx_lengths),
+        **training.counts,
         "steps": params.num_steps,
         "held_out": {
-            "sequences": len(held_out),
-            "supervised_tokens": held_out.num_supervised,
+            **held_out.counts,
             "loss": round(validation["loss_epoch"], 4),
             "accuracy": {
                 str(k + 1): round(validation[f"full_acc_{k}_epoch"], 4) for k in positions

@@ -33,6 +33,8 @@ class VerifierIdentity(BaseModel):
     config_sha256: str
     tokenizer_sha256: str
     chat_template_sha256: str
+    small_files: list[FileIdentity]
+    """config, tokenizer, chat template, generation config: all that is not weights"""
     weights: list[FileIdentity]
     weights_fingerprint: str
     """sha256 over name, size and sha256 of every weights file"""
@@ -64,8 +66,8 @@ def load_verifier(path: Path = VERIFIER_PATH) -> VerifierIdentity:
     """Read verifier.json and check that the files it describes are still those.
 
     Raises:
-        VerifierError: a weights file is missing, has another size, or was touched since and has
-            other bytes.
+        VerifierError: a file is missing or has other bytes. Of weights the size is compared, and
+            the bytes only if the file is younger than verifier.json.
     """
     try:
         identity = VerifierIdentity.model_validate(read_json(path))
@@ -78,14 +80,16 @@ def load_verifier(path: Path = VERIFIER_PATH) -> VerifierIdentity:
     if not folder.is_dir():
         return identity  # a hub snapshot is pinned by its revision
     written = path.stat().st_mtime
-    for file in identity.weights:
+    for file in [*identity.small_files, *identity.weights]:
         on_disk = folder / file.name
+        # Reading a terabyte to be sure is for `identify`; here old weights are believed.
+        is_old = (
+            file in identity.weights and on_disk.is_file() and on_disk.stat().st_mtime <= written
+        )
         same = (
             on_disk.is_file()
             and on_disk.stat().st_size == file.size_bytes
-            # Reading a terabyte to be sure is for `identify`; here a file older than verifier.json
-            # is believed.
-            and (on_disk.stat().st_mtime <= written or file_sha256(on_disk) == file.sha256)
+            and (is_old or file_sha256(on_disk) == file.sha256)
         )
         if not same:
             raise VerifierError(

@@ -143,6 +143,7 @@ def verifier_json() -> dict[str, Any]:
         "config_sha256": "c" * 64,
         "tokenizer_sha256": "a" * 64,
         "chat_template_sha256": "b" * 64,
+        "small_files": [],
         "weights": [
             {"name": "model.safetensors", "size_bytes": len(WEIGHTS), "sha256": sha256},
         ],

@@ -62,6 +62,7 @@ def write_verifier(root: Path, weights: list[dict[str, Any]], **changes: Any) ->
         "config_sha256": "c" * 64,
         "tokenizer_sha256": "a" * 64,
         "chat_template_sha256": "b" * 64,
+        "small_files": [],
         "weights": weights,
         "weights_fingerprint": "f" * 64,
         "think_start": "<think>",

@@ -83,7 +83,8 @@ def rounds() -> list[Round]:
 def test_the_report_is_what_a_hand_calculates(rounds, settings):
     assert report_of(rounds, settings) == {
         "num_draft_tokens": 3,
-        "num_prompts": 2,
+        "num_prompts": 24,  # asked for
+        "num_answered": 2,
         "generated_tokens": 6,
         "acceptance_length": {"draft": 3.0, "ngram": 1.0},
         "acceptance_by_position": {
@@ -160,11 +161,26 @@ def test_a_round_counts_only_what_happened_in_it(server):
 def test_a_round_with_an_unanswered_question_measures_nothing(server):
     from tests.fake_server import fail
 
-    server.always(fail(400, "too long"))
     body = {"messages": [{"role": "user", "content": "Q"}], "max_tokens": 99}
     endpoint = Endpoint(server.base_url, MODEL, VERSION, 1024)
-    with pytest.raises(ServerError, match=r"draft left a question unanswered: .*too long"):
+    server.always(fail(500, "broken"))
+    with pytest.raises(ServerError, match=r"draft left a question unanswered: .*broken"):
         play(Round("draft", 1, 0), [Request("k", body)], endpoint, Bar("x", 1, "answers"))
+
+
+def test_a_question_too_long_for_the_server_is_left_out(server):
+    from tests.fake_server import fail
+
+    body = {"messages": [{"role": "user", "content": "Q"}], "max_tokens": 99}
+    endpoint = Endpoint(server.base_url, MODEL, VERSION, 1024)
+    server.next(fail(400, "too long"))
+    this = play(
+        Round("draft", 1, 0), [Request("a", body), Request("b", body)], endpoint, Bar("x", 2, "")
+    )
+    assert list(this.outputs) == ["b"]
+    server.always(fail(400, "too long"))
+    with pytest.raises(ServerError, match="refuses every question"):
+        play(Round("draft", 1, 0), [Request("a", body)], endpoint, Bar("x", 1, ""))
 
 
 def test_only_held_out_questions_are_asked_greedy(project):

@@ -75,6 +75,10 @@ def test_the_wire_carries_every_sampling_value_and_nothing_else(project, server)
             "temperature": 0.6,
             "top_p": 0.95,
             "top_k": 20,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "chat_template_kwargs": {"thinking": True},
             "return_token_ids": True,
         }

@@ -70,6 +70,8 @@ def test_every_param_is_tracked_leaf_by_leaf_or_named_as_untracked() -> None:
 def test_a_stage_reads_the_params_it_declares(stage: str) -> None:
     """A param that is declared and read nowhere re-runs the stage for nothing."""
     modules = closure(stage) if stage != "demo_verifier" else {"demo_verifier/__main__"}
+    if "generate.top_p" not in STAGES[stage]["params"]:  # read by a property of its section
+        modules -= {"params"}
     code = "\n".join((ROOT / "pipeline" / f"{module}.py").read_text() for module in modules)
     unread = {key for key in STAGES[stage]["params"] if f".{key.split('.')[-1]}" not in code}
     assert unread == set()

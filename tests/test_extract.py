@@ -46,8 +46,8 @@ class StatesServer:
 
     def __init__(self, folder: Path) -> None:
         self.asked: list[list[int]] = []
+        self.keys: list[str | None] = []
         self.spoil: Callable[[list[int], dict[str, Any], Payload], int | None] | None = None
-        self.delay_s = 0.0
         self.model, self.max_model_len = "models/verifier", 33
         server = self
 
@@ -64,7 +64,7 @@ class StatesServer:
             def do_POST(self) -> None:
                 ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
                 server.asked.append(ids)
-                time.sleep(server.delay_s)
+                server.keys.append(self.headers["Authorization"])
                 path = folder / f"{len(server.asked)}-{threading.get_ident()}.safetensors"
                 choice = {
                     "index": 0,
@@ -222,6 +222,39 @@ def test_other_layers_are_asked_for_again(server: StatesServer) -> None:
     assert len(server.asked) == 10
 
 
+@pytest.mark.parametrize(
+    ("served", "asked"),
+    [
+        ({"dtype": "bfloat16"}, 10),
+        ({"quantization": "fp8"}, 10),
+        ({"config_sha256": "d" * 64}, 10),
+        ({"server_args": ["--gpu-memory-utilization", "0.8"]}, 0),
+    ],
+)
+def test_a_server_that_computes_something_else_is_asked_again(
+    server: StatesServer, served: dict[str, Any], asked: int
+) -> None:
+    extract.main()
+    server.asked.clear()
+    if "config_sha256" in served:
+        write_verifier(Path(), weights=[], **served)
+    else:
+        write_params(verifier=served)
+    extract.main()
+    assert len(server.asked) == asked
+
+
+def test_the_servers_key_is_sent_and_no_proxy_is_asked(
+    server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    extract.main()
+    assert server.keys == ["Bearer a key"] * 10
+
+
 def test_a_damaged_shard_is_made_again(server: StatesServer) -> None:
     extract.main()
     before = {name: data for name, (data, _) in files().items()}
@@ -234,7 +267,13 @@ def test_a_damaged_shard_is_made_again(server: StatesServer) -> None:
 
 
 def test_a_killed_run_goes_on_where_it_was(server: StatesServer) -> None:
-    server.delay_s = 0.3
+    killed, first = threading.Event(), [row["input_ids"] for row in ROWS[:4]]
+
+    def wait_for_the_kill(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+        if ids not in first:
+            killed.wait()
+
+    server.spoil = wait_for_the_kill
     process = subprocess.Popen(
         [sys.executable, "-m", "pipeline.extract"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -247,13 +286,13 @@ def test_a_killed_run_goes_on_where_it_was(server: StatesServer) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    first = (FOLDER / "shard-00000.safetensors").stat().st_mtime_ns
-    server.delay_s = 0.0
-    time.sleep(0.4)  # let what is in flight come to its end
+    written = (FOLDER / "shard-00000.safetensors").stat().st_mtime_ns
     server.asked.clear()
+    killed.set()
     extract.main()
-    assert len(server.asked) == 6
-    assert (FOLDER / "shard-00000.safetensors").stat().st_mtime_ns == first
+    # As sets: the server may read a last request of the killed run only now.
+    assert set(map(tuple, server.asked)) == {tuple(row["input_ids"]) for row in ROWS[4:]}
+    assert (FOLDER / "shard-00000.safetensors").stat().st_mtime_ns == written
     assert report()["rows_stored"] == 10
 
 
@@ -298,6 +337,16 @@ def too_large_for_float16(ids: list[int], answer: dict[str, Any], payload: Paylo
         payload["hidden_states"][2, 1, 3] = 1e6
 
 
+def no_states(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+    if ids == BAD:
+        payload["weight"] = payload.pop("hidden_states")
+
+
+def no_token_ids(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+    if ids == BAD:
+        del payload["token_ids"]
+
+
 def bad_request(ids: list[int], answer: dict[str, Any], payload: Payload) -> int | None:
     return 400 if ids == BAD else None
 
@@ -317,6 +366,8 @@ def internal_error(ids: list[int], answer: dict[str, Any], payload: Payload) -> 
         (other_ids_in_the_file, "token_ids", 2),
         (fewer_rows, "shape", 2),
         (fewer_layers, "shape", 2),
+        (no_states, "shape", 2),
+        (no_token_ids, "shape", 2),
         (not_a_number, "not_finite", 2),
         (too_large_for_float16, "not_finite", 2),
         (bad_request, "refused", 1),
@@ -349,11 +400,42 @@ def test_a_failure_fails_the_stage_and_is_asked_again(server: StatesServer, spoi
     assert report()["rows_stored"] == 10
 
 
-def test_a_time_out_is_a_failure(server: StatesServer) -> None:
-    write_params(extract={"timeout_s": 1})
-    server.spoil = lambda ids, answer, payload: time.sleep(2) if ids == BAD else None
+@pytest.mark.parametrize("name", ["notes.txt", "damaged.safetensors", "model.safetensors"])
+def test_a_file_that_holds_no_states_is_not_deleted(server: StatesServer, name: str) -> None:
+    """Whatever a server may name."""
+    path = Path(name).resolve()
+    path.write_text("mine")
+    if name == "model.safetensors":
+        save_file({"weight": torch.ones(3)}, path)
+    before = path.read_bytes()
+
+    def another_file(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+        if ids == BAD:
+            answer["kv_transfer_params"]["hidden_states_path"] = str(path)
+
+    server.spoil = another_file
+    if name == "model.safetensors":
+        extract.main()
+        assert report()["rejected"]["shape"] == 1
+    else:
+        with pytest.raises(ServerError, match="1 of 10 sequences got no hidden states"):
+            extract.main()
+    assert path.read_bytes() == before
+
+
+def test_a_time_out_is_a_failure_and_not_repeated_at_once(server: StatesServer) -> None:
+    write_params(extract={"timeout_s": 5})  # plenty for the others
+    over = threading.Event()
+
+    def too_late(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+        if ids == BAD:
+            over.wait()
+
+    server.spoil = too_late
     with pytest.raises(ServerError, match=r"1 of 10 sequences .*larger extract.timeout_s"):
         extract.main()
+    over.set()
+    assert server.asked.count(BAD) == 1
 
 
 def test_a_dead_server_ends_the_run_at_once(server: StatesServer) -> None:
@@ -363,6 +445,26 @@ def test_a_dead_server_ends_the_run_at_once(server: StatesServer) -> None:
     with pytest.raises(ServerError, match="20 sequences in a row got no hidden states"):
         extract.main()
     assert len(server.asked) < 2 * 25
+
+
+def test_refusals_in_a_row_are_those_of_the_sequences(server: StatesServer) -> None:
+    shutil.rmtree("data/sequences")
+    write_sequences(Path(), [sequence(i) for i in range(60)])
+    write_params(extract={"concurrency": 1})
+    first = sequence(0)["input_ids"]
+    server.spoil = lambda ids, answer, payload: None if ids == first else 400
+    extract.main()
+    found = report()
+    assert (found["rows_stored"], found["rejected"]["refused"]) == (1, 59)
+
+
+def test_nothing_but_refusals_are_those_of_the_server(server: StatesServer) -> None:
+    shutil.rmtree("data/sequences")
+    write_sequences(Path(), [sequence(i) for i in range(60)])
+    server.spoil = lambda ids, answer, payload: 400
+    with pytest.raises(ServerError, match=r"20 sequences in a row got .* refused, .*400"):
+        extract.main()
+    assert len(server.asked) < 25
 
 
 def test_a_server_without_hidden_states_is_told_apart(server: StatesServer) -> None:

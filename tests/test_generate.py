@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import generate
+from pipeline import generate, traces
 from pipeline.errors import BadRun, PipelineError, ServerError, UserError, VerifierError
 from pipeline.params import load_params
 from tests.conftest import ENDPOINTS
@@ -64,7 +64,10 @@ def test_each_prompt_has_one_row_in_the_order_of_the_prompts(project, server):
     assert rows[0]["finish_reason"] == "stop"
     assert rows[0]["messages"] == [ASKED_BY]
     assert rows[0]["usage"]["completion_tokens"] == len(written("Q1"))
-    assert rows[0]["sampling"] == {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_tokens": 512}
+    assert rows[0]["sampling"] == {
+        **{"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_tokens": 512, "min_p": 0.0},
+        **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    }
     assert rows[0]["server_version"] == "0.32.0"
     assert sorted(path.name for path in Path("data/traces").iterdir()) == ["part-00000.jsonl"]
 
@@ -83,7 +86,7 @@ def test_the_report_counts_rows_and_tokens(project, server):
 
 
 def test_rows_are_split_into_parts_of_a_fixed_size(project, server, monkeypatch):
-    monkeypatch.setattr(generate, "TRACES_PER_PART", 4)
+    monkeypatch.setattr(traces, "TRACES_PER_PART", 4)
     generate.main()
     counts = {name: data.count(b"\n") for name, data in project.bytes("data/traces/*").items()}
     assert counts == {"data/traces/part-00000.jsonl": 4, "data/traces/part-00001.jsonl": 2}
@@ -490,6 +493,72 @@ def test_answers_of_an_earlier_run_survive_a_gate_that_fails(project, server):
     assert asked(server) == ["Q4", "Q5", "Q6"]
 
 
+def test_good_answers_of_a_run_that_goes_bad_are_kept(project, server):
+    """They were paid for: only what lacks reasoning is asked again."""
+    project.ask(*[f"Q{n}" for n in range(60)])
+    server.from_request(21, says(*EMPTY))
+    with pytest.raises(BadRun):
+        generate.main()
+    asked(server)
+    server.behave()
+    generate.main()
+    assert set(asked(server)) == {f"Q{n}" for n in range(20, 60)}
+    assert set(statuses(project).values()) == {"ok"}
+
+
+def test_a_finished_run_passes_again_whatever_the_order_of_its_bad_answers(project, server):
+    questions = [f"Q{n}" for n in range(40)]
+    project.ask(*questions)
+    project.set(**{"generate.gate.min_reasoning_fraction": 0.85})
+    for question in questions[20:24]:  # side by side in the order of the prompts
+        server.when(question, says(*EMPTY))
+    project.set(**{"generate.gate.num_samples": 10})
+    generate.main()
+    before = project.bytes("data/traces/*")
+    asked(server)
+    project.set(**{"generate.concurrency": 3})
+    generate.main()
+    assert asked(server) == []
+    assert project.bytes("data/traces/*") == before
+
+
+def test_a_refusal_does_not_replace_an_answer_that_was_cut(project, server):
+    server.when("Q2", says(*ids("too long to e"), finish="length"))
+    project.set(**{"generate.max_tokens": 30, "generate.gate.min_reasoning_fraction": 0.5})
+    generate.main()
+    cut = project.rows()[1]
+    server.behave()
+    server.when("Q2", fail(400, "no"))
+    project.set(**{"generate.max_tokens": 60})
+    generate.main()
+    assert project.rows()[1] == cut
+
+
+def test_a_server_that_refuses_everything_ends_the_run_and_nothing_of_it_is_kept(project, server):
+    server.always(fail(400, "unknown field"))
+    with pytest.raises(BadRun, match="refuses every question: HTTP 400: unknown field"):
+        generate.main()
+    asked(server)
+    server.behave()
+    generate.main()
+    assert asked(server) == QUESTIONS
+
+
+def test_a_question_that_was_too_long_is_asked_again_in_a_longer_context(project, server):
+    server.when("Q2", fail(400, "too long"))
+    generate.main()
+    assert statuses(project)["Q2"] == "rejected_by_server"
+    asked(server)
+    generate.main()
+    assert asked(server) == []
+    server.behave()
+    project.set(**{"verifier.max_model_len": 1025})
+    server.max_model_len = 2048
+    generate.main()
+    assert asked(server) == ["Q2"]
+    assert statuses(project)["Q2"] == "ok"
+
+
 # the wrong server
 
 
@@ -619,7 +688,7 @@ def test_no_answer_is_lost_whenever_the_folding_is_interrupted(
     project, server, monkeypatch, before, after
 ):
     """Disk full (or a kill) at the n-th file that is put in place, for every n; then a new run."""
-    monkeypatch.setattr(generate, "TRACES_PER_PART", 2)
+    monkeypatch.setattr(traces, "TRACES_PER_PART", 2)
     generate.main()
     project.ask(*before)
     generate.main()

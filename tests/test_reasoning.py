@@ -319,11 +319,14 @@ def empty(trace_of):
     return trace_of("Q", turn("", "42"), status="empty_reasoning", reasoning="", content="42")
 
 
-@pytest.mark.parametrize(
+THRESHOLDS = pytest.mark.parametrize(
     ("num_samples", "num_good", "fraction"),
     [(10, 9, 0.9), (4, 2, 0.5), (100, 55, 0.55), (25, 7, 0.28), (4, 4, 1.0), (4, 0, 0.0)],
 )
-def test_the_gate_passes_at_the_threshold_and_fails_one_below(
+
+
+@THRESHOLDS
+def test_the_first_answers_pass_at_the_threshold_and_fail_one_below(
     gate, good, empty, num_samples, num_good, fraction
 ):
     at = gate(num_samples, fraction)
@@ -337,6 +340,19 @@ def test_the_gate_passes_at_the_threshold_and_fails_one_below(
             below.add(empty)
 
 
+@THRESHOLDS
+def test_a_whole_run_is_judged_by_the_same_threshold_in_any_order(
+    gate, good, empty, num_samples, num_good, fraction
+):
+    strict = gate(1000, fraction)
+    bad = [empty] * (num_samples - num_good)
+    strict.check(bad + [good] * num_good)
+    strict.check([good] * num_good + bad)
+    if num_good:
+        with pytest.raises(BadRun):
+            strict.check([empty, *bad, *[good] * (num_good - 1)])
+
+
 def test_the_gate_waits_until_the_window_is_full(gate, empty):
     strict = gate(4, 1.0)
     for _ in range(3):
@@ -345,22 +361,22 @@ def test_the_gate_waits_until_the_window_is_full(gate, empty):
         strict.add(empty)
 
 
-def test_a_late_failure_is_caught_by_the_sliding_window(gate, good, empty):
-    sliding = gate(4, 0.5)
+def test_a_verifier_that_stops_thinking_later_is_caught(gate, good, empty):
+    sliding = gate(4, 1.0)  # later on half of it: two of four
     for trace in [good] * 50 + [empty, empty]:
         sliding.add(trace)
     with pytest.raises(BadRun, match="3 of 4 answers"):
         sliding.add(empty)
 
 
-def test_a_short_run_is_judged_at_its_end(gate, good, empty):
-    short = gate(32, 0.9)
-    short.check()  # nothing came in: nothing to say
-    short.add(good)
-    short.check()
-    short.add(empty)
-    with pytest.raises(BadRun, match="1 of 2 answers"):
-        short.check()
+def test_a_bad_stretch_of_a_healthy_run_does_not_stop_it(gate, good, empty):
+    sliding = gate(10, 0.9)
+    for trace in [good] * 50 + [empty] * 5 + [good] * 50:
+        sliding.add(trace)
+
+
+def test_nothing_asked_is_nothing_to_judge(gate):
+    gate(32, 0.9).check([])
 
 
 @pytest.mark.parametrize(
@@ -370,7 +386,7 @@ def test_what_says_nothing_about_thinking_is_not_judged(gate, empty, status):
     watching = gate(2, 1.0)
     for _ in range(5):
         watching.add(empty | {"status": status})
-    watching.check()
+    watching.check([empty | {"status": status}] * 5)
 
 
 @pytest.mark.parametrize(
@@ -397,8 +413,13 @@ def test_too_short_reasoning_fails_the_gate(gate, trace_of):
         gate(1, 1.0, 8).add(trace_of("Q", turn("because", "42")))
 
 
-def test_without_thinking_the_gate_is_open(gate, empty):
-    gate(1, 1.0, thinking=False).add(empty)
+def test_without_thinking_the_gate_asks_for_no_reasoning(gate, empty):
+    gate(1, 1.0, thinking=False).add(empty | {"status": "ok"})
+
+
+def test_thinking_that_does_not_switch_off_is_named(gate, empty):
+    with pytest.raises(BadRun, match=r"although generate\.thinking is false.*thinking_switch"):
+        gate(1, 1.0, thinking=False).add(empty | {"status": "parser_conflict"})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import DataError, ParamsError
 from pipeline.params import Reassemble
-from pipeline.resume import write_jsonl
+from pipeline.resume import jsonl, write_bytes
 from tests.fake_server import (
     ASSISTANT,
     END,
@@ -286,7 +286,7 @@ def traces(project, trace_of):
     rows = [trace_of(question) for question in ("Q1", "Q2", "Q3", "Q4", "Q5", "Q6")]
     rows[3] = trace_of("Q4", turn("", "42"), status="empty_reasoning")
     rows[4] = trace_of("Q5", [THINK, *ids("and so on")], "length", status=CUT)
-    write_jsonl(Path("data/traces/part-00000.jsonl"), rows)
+    write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
     return rows
 
 
@@ -350,7 +350,7 @@ def test_the_vocabulary_counts_generated_tokens_of_the_training_set_alone(projec
     project.set(**{"reassemble.draft_vocab_size": 8})
     traces[0] = traces[0] | {"token_ids": turn("zzzzzzzzzzzzzz", "z")}
     traces[0]["usage"] = {"prompt_tokens": 5, "completion_tokens": 18}
-    write_jsonl(Path("data/traces/part-00000.jsonl"), traces)
+    write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(traces))
     reassemble()
     t2d = np.load("data/sequences/t2d.npy")
     d2t = np.load("data/sequences/d2t.npy")
@@ -388,14 +388,14 @@ def test_traces_that_do_not_answer_the_prompts_are_an_error(project, traces, tra
         "one more": [*traces, trace_of("Q7")],
         "other order": traces[::-1],
     }[change]
-    write_jsonl(Path("data/traces/part-00000.jsonl"), rows)
+    write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
     with pytest.raises(DataError, match=r"dvc repro generate"):
         reassemble()
 
 
 def test_nothing_left_to_train_on_is_an_error_with_the_reasons(project, traces, trace_of):
     rows = [trace_of("Q1")] + [trace_of(f"Q{n}", status="empty_reasoning") for n in (2, 3, 4, 5, 6)]
-    write_jsonl(Path("data/traces/part-00000.jsonl"), rows)
+    write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
     with pytest.raises(DataError, match=r"no train sequence.*'empty_reasoning': 5"):
         reassemble()
 

@@ -42,9 +42,18 @@ def record(index: int, num_tokens: int = 5, num_last_states: int = 2) -> Sequenc
     )
 
 
-def entry(*records: SequenceRecord, dtype: str = "float32", fingerprint: str = "f") -> ShardEntry:
+def entry(
+    *records: SequenceRecord,
+    dtype: str = "float32",
+    fingerprint: str = "f",
+    served_as: str = "s",
+) -> ShardEntry:
     return ShardEntry(
-        layer_ids=LAYERS, dtype=dtype, weights_fingerprint=fingerprint, sequences=list(records)
+        layer_ids=LAYERS,
+        dtype=dtype,
+        weights_fingerprint=fingerprint,
+        served_as=served_as,
+        sequences=list(records),
     )
 
 
@@ -163,6 +172,7 @@ def test_nothing_to_do(tmp_path: Path) -> None:
     [
         pytest.param(entry(record(0), dtype="bfloat16"), id="dtype"),
         pytest.param(entry(record(0), fingerprint="g"), id="verifier"),
+        pytest.param(entry(record(0), served_as="t"), id="served otherwise"),
         pytest.param(entry(record(0)).model_copy(update={"layer_ids": [0, 2, 3, 4]}), id="layers"),
         pytest.param(entry(record(0, num_last_states=3)), id="more is supervised"),
         pytest.param(entry(record(0, num_tokens=6)), id="other tokens"),

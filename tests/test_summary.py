@@ -98,7 +98,7 @@ def test_the_last_line_is_a_command_to_paste(capsys):
         "VLLM_CPU_KVCACHE_SPACE=1 vllm serve models/verifier --dtype float32 "
         "--max-model-len 1024 --reasoning-parser qwen3 "
         "--enforce-eager --speculative-config "
-        '\'{"method":"eagle3","model":"models/draft","num_speculative_tokens":3}\''
+        '\'{"method":"eagle3","model":"models/draft","num_speculative_tokens":3}\' --host 127.0.0.1'
     )
 
 

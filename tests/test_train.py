@@ -2,26 +2,30 @@
 
 import json
 import logging
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline import train
-from pipeline.draft import load_draft, load_vocabulary
+from pipeline.draft import load_draft, load_vocabulary, verifier_folder
 from pipeline.errors import BadRun, DataError
 from pipeline.evaluate import main as evaluate
 from pipeline.extract import load_sequences, wanted_shards
-from pipeline.manifest import MANIFEST, Manifest, describe
+from pipeline.manifest import MANIFEST, Manifest, StatesRejection, describe
 from pipeline.params import load_params
 from pipeline.progress import Bar
+from pipeline.records import HIDDEN_STATES, SEQUENCES, Split
 from pipeline.resume import write_json
-from pipeline.shards import ShardWriter, States
+from pipeline.shards import HiddenStates, ShardWriter, States
 from pipeline.verifier import load_verifier
 from tests.small_sequences import (
     DRAFT_VOCAB_SIZE,
@@ -82,14 +86,17 @@ def project(
         logging.getLogger("speculators.metrics").removeHandler(handler)
 
 
-def write_states(root: Path, model: Qwen3ForCausalLM) -> None:
+def write_states(root: Path, model: Qwen3ForCausalLM, refused: str | None = None) -> None:
     sequences, folder = load_sequences(root / "data/sequences"), root / "data/hidden_states"
     ids_of = dict(zip(sequences["key"], sequences["input_ids"], strict=True))
     shards = []
-    for name, entry in wanted_shards(sequences, load_params().extract, load_verifier()).items():
+    for name, entry in wanted_shards(sequences, load_params(), load_verifier()).items():
         writer = ShardWriter(folder / name, entry, HIDDEN_SIZE)
         for index, record in enumerate(entry.sequences):
-            writer.put(index, true_states(model, ids_of[record.key]))
+            if record.sample_id == refused:
+                writer.reject(index, StatesRejection.REFUSED)
+            else:
+                writer.put(index, true_states(model, ids_of[record.key]))
         shards.append(describe(folder / name, writer.write()))
     write_json(folder / MANIFEST, Manifest(shards=shards).model_dump())
 
@@ -119,6 +126,7 @@ def test_training_makes_a_checkpoint_that_loads(project: Path, verifier: Qwen3Fo
         assert torch.equal(file.get_tensor("t2d"), torch.arange(VOCAB_SIZE) < DRAFT_VOCAB_SIZE)
 
     found = metrics()
+    assert (found["rows_in"], found["held_out"]["rows_in"]) == (6, 2)
     # 8 sequences of 10, 11, 12, 10, … tokens, 4 of each the prompt; 0 and 1 are held out.
     assert (found["sequences"], found["tokens"], found["supervised_tokens"]) == (6, 66, 42)
     assert (found["held_out"]["sequences"], found["held_out"]["supervised_tokens"]) == (2, 13)
@@ -129,9 +137,79 @@ def test_training_makes_a_checkpoint_that_loads(project: Path, verifier: Qwen3Fo
 
     evaluate()
     report = json.loads(Path("reports/evaluate.json").read_text())
-    assert (report["samples"], report["tokens"]) == (2, 13)
+    assert (report["rows_in"], report["samples"], report["tokens"]) == (2, 2, 13)
+    assert report["rejected"] == {"no_states": 0}
     assert 1 <= report["acceptance_length"]["overall"] <= 3
     assert set(report["by_num_draft_tokens"]) == {"1", "2", "3"}
+
+
+def test_rows_without_states_are_counted(project: Path, verifier: Qwen3ForCausalLM) -> None:
+    write_states(project, verifier, refused="q3_gen0")
+    train.main()
+    found = metrics()
+    assert (found["rows_in"], found["sequences"]) == (6, 5)
+    assert found["rejected"] == {"no_states": 1, "cut_before_answer": 0}
+
+    write_states(project, verifier, refused="q1_gen0")
+    evaluate()
+    report = json.loads(Path("reports/evaluate.json").read_text())
+    assert (report["rows_in"], report["samples"], report["rejected"]) == (2, 1, {"no_states": 1})
+
+
+def test_what_is_counted_is_what_training_sees(project: Path, verifier: Qwen3ForCausalLM) -> None:
+    """Batches of 128 tokens; speculators drops the first token of each sequence before it cuts."""
+    rows = [
+        *[sequence(0), sequence(1)],  # held out
+        sequence(2),
+        sequence(3, num_tokens=129),  # fits just so
+        sequence(4, num_tokens=140),
+        sequence(5, num_tokens=140, prompt=128),  # one supervised token is left
+        sequence(6, num_tokens=140, prompt=129),  # none
+    ]
+    write_sequences(project, rows)
+    write_states(project, verifier)
+    params, identity = load_params(), load_verifier()
+    states = HiddenStates(HIDDEN_STATES)
+    training = train.SequenceDataset(SEQUENCES / Split.TRAIN, states, params, identity)
+    batches = list(train.make_loader(training, HIDDEN_SIZE, CPU, 0))
+    assert training.counts == {
+        "rows_in": 5,
+        "sequences": 4,
+        "rejected": {"no_states": 0, "cut_before_answer": 1},
+        "tokens": 10 + 129 + 129 + 129,
+        "supervised_tokens": 6 + 125 + 125 + 1,
+        "sequences_cut": 2,
+    }
+    supervised = sum(int(batch["loss_mask"].sum()) for batch in batches)
+    assert supervised == training.counts["supervised_tokens"]
+    seen = sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)
+    assert seen == training.counts["tokens"] - training.counts["sequences"]  # the first tokens
+
+
+def test_answers_that_are_all_cut_are_an_error(project: Path, verifier: Qwen3ForCausalLM) -> None:
+    write_sequences(project, [sequence(i, num_tokens=140, prompt=130) for i in range(4)])
+    write_states(project, verifier)
+    with pytest.raises(DataError, match=r"train: no supervised .* train.max_tokens_per_batch 128"):
+        train.main()
+
+
+@pytest.mark.parametrize("stage", [train.main, evaluate])
+def test_no_sequences_are_an_error(project: Path, stage: Callable[[], None]) -> None:
+    shutil.rmtree("data/sequences/held_out")
+    with pytest.raises(DataError, match="held_out holds no sequences; `dvc repro` makes them"):
+        stage()
+
+
+def test_of_a_hub_model_only_what_is_loaded_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = ["config.json", "tokenizer.model", "model-00001.safetensors", "pytorch_model.bin"]
+    there += ["consolidated.00.pth", "model.pt", "model.gguf", "model.onnx", "code.py"]
+
+    def snapshot(model: str, revision: str, allow_patterns: list[str] | None = None) -> Any:
+        return list(filter_repo_objects(there, allow_patterns=allow_patterns))
+
+    monkeypatch.setattr("pipeline.draft.snapshot_download", snapshot)
+    identity: Any = SimpleNamespace(model="some/model", revision="a" * 40)
+    assert verifier_folder(identity) == [*there[:3], "code.py"]
 
 
 def test_same_seed_same_draft_other_seed_another(project: Path) -> None:

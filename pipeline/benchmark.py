@@ -48,9 +48,11 @@ def main() -> None:
     rounds = measure(requests, params)
     report = report_of(rounds, params.benchmark)
     write_json(METRICS_PATH, report)
+    lengths, speedup = report["acceptance_length"], report["speedup"]
     print(
-        f"acceptance length {report['acceptance_length']}, speed against none "
-        f"{report['speedup']}, {report['lossless_fraction']:.0%} of outputs identical"
+        f"acceptance length {lengths['draft']:.2f} (n-gram {lengths['ngram']:.2f}), speed x "
+        f"{speedup['draft']:.2f} (n-gram x {speedup['ngram']:.2f}), "
+        f"{report['lossless_fraction']:.0%} of outputs identical to plain decoding"
     )
 
 

@@ -28,6 +28,7 @@ from pipeline.records import (
     Status,
     Trace,
     count_by,
+    in_words,
 )
 from pipeline.resume import content_key, one_writer, read_jsonl, write_json
 from pipeline.server import Endpoint, meet_all, serve
@@ -67,8 +68,10 @@ def main() -> None:
     traces = [stored[key] for key in wanted]
     metrics = metrics_of(traces, verifier)
     write_json(METRICS_PATH, metrics)
-    counts = {status: n for status, n in metrics["status"].items() if n}
-    print(f"{len(traces)} traces: {counts}, {metrics['reasoning_tokens']} reasoning tokens")
+    print(
+        f"{len(traces)} traces: {in_words(metrics['status'])}; {metrics['reasoning_tokens']} "
+        "reasoning tokens"
+    )
     check_failures(traces, params.generate)
 
 

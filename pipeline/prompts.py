@@ -23,7 +23,15 @@ import orjson
 from pipeline.errors import DataError
 from pipeline.params import Prompts, load_params
 from pipeline.progress import progress_bar
-from pipeline.records import PROMPTS_PATH, Message, Prompt, PromptRejection, Split, count_by
+from pipeline.records import (
+    PROMPTS_PATH,
+    Message,
+    Prompt,
+    PromptRejection,
+    Split,
+    count_by,
+    in_words,
+)
 from pipeline.resume import content_key, jsonl, write_bytes, write_json
 from pipeline.stage import run_stage
 
@@ -63,10 +71,10 @@ def main() -> None:
     write_bytes(REJECTED_PATH, jsonl(rejected))
     metrics = metrics_of(prompts, rejected, num_unused)
     write_json(METRICS_PATH, metrics)
-    rejected_by = {k: n for k, n in metrics["rejected"].items() if n}
     print(
         f"{metrics['rows_in']} rows: {metrics['held_out']} held out, {metrics['train']} to train "
-        f"on, {num_unused} beyond sample_cap, {len(rejected)} rejected {rejected_by}"
+        f"on, {num_unused} beyond sample_cap, {len(rejected)} rejected: "
+        f"{in_words(metrics['rejected'])}"
     )
     if metrics["train"] < params.sample_cap:
         print(f"fewer than prompts.sample_cap {params.sample_cap}: the sources hold no more")

@@ -43,6 +43,7 @@ from pipeline.records import (
     Status,
     Trace,
     count_by,
+    in_words,
 )
 from pipeline.resume import jsonl, read_jsonl, write_bytes, write_json
 from pipeline.stage import run_stage
@@ -87,7 +88,7 @@ def main() -> None:
         if not rows[split]:
             raise DataError(
                 f"no {split} sequence is left of {num_traces} traces; rejected: "
-                f"{dict(Counter(row['reason'] for row in rejected))}"
+                f"{in_words(Counter(row['reason'] for row in rejected))}"
             )
     frequency = token_frequency(rows[Split.TRAIN])
     d2t, t2d = vocabulary_mapping(frequency, params.reassemble.draft_vocab_size, verifier)
@@ -100,7 +101,8 @@ def main() -> None:
     write_json(METRICS_PATH, metrics)
     print(
         f"{num_traces} traces: {metrics['train']} sequences to train on, {metrics['held_out']} "
-        f"held out, {len(rejected)} rejected; reasoning {metrics['reasoning_tokens']} tokens"
+        f"held out, {len(rejected)} rejected: {in_words(metrics['rejected'])}; "
+        f"{metrics['reasoning_tokens']['mean']} reasoning tokens a row"
     )
 
 

@@ -7,7 +7,7 @@ list (the enums here), in its file under reports/.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -141,3 +141,8 @@ def count_by(values: Iterable[StrEnum | str], kinds: type[StrEnum]) -> dict[str,
     """How many of each kind, zeros included, so that two runs have the same names to compare."""
     counts = Counter(str(value) for value in values)
     return {kind.value: counts[kind.value] for kind in kinds}
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """`{"blank": 6, "tools": 0}` → "6 blank"."""
+    return ", ".join(f"{n} {kind}" for kind, n in counts.items() if n) or "none"

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from pipeline.errors import PipelineError
 from pipeline.params import load_params
+from pipeline.records import in_words
 from pipeline.resume import read_json
 from pipeline.server import HOST, draft_config, serve_command, speculative_args
 
@@ -51,20 +52,20 @@ def rows_table(reports: dict[str, Any]) -> Table:
         str(prompts["rows_in"]),
         f"{prompts['train']} to train on, {prompts['held_out']} held out, "
         f"{prompts['beyond_cap']} beyond the cap",
-        by_reason(prompts["rejected"]),
+        in_words(prompts["rejected"]),
     )
     statuses = generate["status"]
     table.add_row(
         "generate",
         str(generate["rows_in"]),
         f"{statuses['ok']} ok",
-        by_reason({status: n for status, n in statuses.items() if status != "ok"}),
+        in_words({status: n for status, n in statuses.items() if status != "ok"}),
     )
     table.add_row(
         "reassemble",
         str(reassemble["rows_in"]),
         f"{reassemble['train']} to train on, {reassemble['held_out']} held out",
-        by_reason(reassemble["rejected"]),
+        in_words(reassemble["rejected"]),
     )
     reasoning = reassemble["reasoning_tokens"]
     table.caption = (
@@ -72,10 +73,6 @@ def rows_table(reports: dict[str, Any]) -> Table:
         f"p95 {reasoning['p95']}"
     )
     return table
-
-
-def by_reason(counts: dict[str, int]) -> str:
-    return ", ".join(f"{n} {reason}" for reason, n in counts.items() if n) or "none"
 
 
 def draft_table(reports: dict[str, Any]) -> Table:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,10 @@ from pipeline.server import (
     serve_command,
     speculative_args,
 )
+from tests.conftest import ROOT
 from tests.fake_server import FakeServer
+
+INTERPRETER = sys.executable  # `install_vllm` changes it
 
 # A `vllm serve` of the standard library: two generations of children, then the two health pages.
 VLLM = """#!{python}
@@ -211,6 +215,25 @@ def test_children_of_a_server_that_died_are_ended_too(project, install_vllm, eve
         eventually(lambda: len(pids()) == 3, "all three processes")
         [parent] = [pid for pid in pids() if os.getpgid(pid) == pid]
         os.kill(parent, signal.SIGKILL)
+    eventually(nobody_is_left, "the end of all processes")
+
+
+def test_all_its_processes_are_gone_when_the_stage_is_killed(project, install_vllm, eventually):
+    """`kill -9` runs no `finally`; and the kernel tells the server alone, not its children."""
+    install_vllm()
+    stage = subprocess.Popen(
+        [
+            *(INTERPRETER, "-c"),
+            "import sys, time; sys.executable = sys.argv[1]\n"
+            "from pipeline.params import load_params; from pipeline.server import serve\n"
+            "with serve(load_params().verifier, 'generate'): time.sleep(300)",
+            sys.executable,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    eventually(lambda: len(pids()) == 3, "all three processes")
+    stage.kill()
+    stage.wait()
     eventually(nobody_is_left, "the end of all processes")
 
 

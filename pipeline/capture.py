@@ -21,7 +21,7 @@ from speculators.data_generation.vllm_client import (
     wait_for_lock_async,
 )
 
-from pipeline.client import api_client
+from pipeline.client import api_client, server_words
 from pipeline.errors import ServerError
 from pipeline.manifest import (
     TRANSIENT,
@@ -265,4 +265,6 @@ def _invalid(error: InvalidResponseError) -> Exception:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, openai.APIStatusError):
+        return server_words(error)
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -145,7 +145,7 @@ async def _ask(request: Request, pool: _Pool) -> Answer:
                 pool.gave_up(endpoint, f"no answer in {pool.timeout_s:g} s")
                 return Answer(request.key, None, "timed out", "timed_out", attempt, endpoint)
             except openai.APIStatusError as status:
-                error = f"HTTP {status.status_code}: {_message(status)}"
+                error = server_words(status)
                 if status.status_code in HOPELESS:
                     raise BadRun(f"{endpoint.base_url} says {error}") from None
                 if status.status_code in REFUSED:
@@ -173,12 +173,12 @@ async def _post(client: openai.AsyncOpenAI, endpoint: Endpoint, request: Request
     return body if isinstance(body, dict) else {}
 
 
-def _message(error: openai.APIStatusError) -> str:
-    """The server's words, on one line and not too many."""
+def server_words(error: openai.APIStatusError) -> str:
+    """`HTTP 400: …` on one line, not too long, and without our key, which some servers echo."""
     body = error.body
     text = body.get("message") if isinstance(body, dict) else None
-    words = " ".join(str(text or error.response.text).split())
-    return words.replace(api_key(), "<key>")[:300] if api_key() != "none" else words[:300]
+    words = " ".join(str(text or error.response.text).split()).replace(api_key(), "<key>")
+    return f"HTTP {error.status_code}: {words[:300]}"
 
 
 class Throughput:

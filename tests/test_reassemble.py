@@ -396,7 +396,7 @@ def test_traces_that_do_not_answer_the_prompts_are_an_error(project, traces, tra
 def test_nothing_left_to_train_on_is_an_error_with_the_reasons(project, traces, trace_of):
     rows = [trace_of("Q1")] + [trace_of(f"Q{n}", status="empty_reasoning") for n in (2, 3, 4, 5, 6)]
     write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
-    with pytest.raises(DataError, match="no train sequence.*5 empty_reasoning"):
+    with pytest.raises(DataError, match=r"no train sequence.*5 empty_reasoning"):
         reassemble()
 
 

@@ -162,14 +162,14 @@ def _files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
 
 def _hub_files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         folder = snapshot_download(
             verifier.model, revision=verifier.revision, allow_patterns=SMALL_FILES
         )
         info = HfApi().model_info(verifier.model, revision=verifier.revision, files_metadata=True)
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise VerifierError(
             f"{verifier.model} at {verifier.revision} cannot be read from the hub: "
             f"{type(error).__name__}; check the name, the revision and HF_TOKEN"

@@ -54,6 +54,7 @@ ROLES = {
     "observation": "tool",
 }
 ROWS_PER_PROGRESS = 1000
+BOM = b"\xef\xbb\xbf"  # what some editors put before the first line
 
 
 class Rejected(Exception):
@@ -89,6 +90,7 @@ def select(params: Prompts) -> tuple[list[Prompt], list[dict[str, Any]], int]:
     rejected: list[dict[str, Any]] = []
     questions: dict[str, tuple[str, list[Message]]] = {}  # key → source, messages
     for path in map(Path, params.sources):
+        number = 0
         with progress_bar(f"reading {path.name}", path_rows(path), "rows") as bar:
             for number, row in enumerate(read_rows(path), start=1):
                 try:
@@ -105,7 +107,7 @@ def select(params: Prompts) -> tuple[list[Prompt], list[dict[str, Any]], int]:
                     rejected.append({"file": str(path), "row": number, "reason": reason})
                 if number % ROWS_PER_PROGRESS == 0:
                     bar.advance(ROWS_PER_PROGRESS, f"{len(rejected)} rejected")
-            bar.advance(bar.total - bar.done, f"{len(rejected)} rejected")
+            bar.advance(number - bar.done, f"{len(rejected)} rejected")
     if len(questions) <= params.num_held_out:
         raise DataError(
             f"{', '.join(params.sources)}: {len(questions)} questions, {len(rejected)} rows "
@@ -142,7 +144,7 @@ def question_of(row: Any) -> list[Message]:
         raise Rejected(PromptRejection.NO_CONVERSATION)
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise Rejected(PromptRejection.BAD_SHAPE)
-    if row.get("tools"):
+    if row.get("tools") and row["tools"] != "[]":  # an empty list, also written as text
         raise Rejected(PromptRejection.TOOLS)
     roles = [_role(turn) for turn in turns]
     if "tool" in roles:
@@ -213,22 +215,17 @@ def read_rows(path: Path) -> Iterator[Any]:
                 yield from rows
             case ".parquet":
                 import pyarrow.parquet as pq
-                from pyarrow.lib import ArrowInvalid
 
-                try:
-                    parquet = pq.ParquetFile(path)
-                except ArrowInvalid as error:
-                    raise DataError(f"{path} is no Parquet: {error}") from error
-                for batch in parquet.iter_batches(ROWS_PER_PROGRESS):
+                for batch in pq.ParquetFile(path).iter_batches(ROWS_PER_PROGRESS):
                     yield from batch.to_pylist()
             case suffix:
                 raise DataError(f"{path}: {suffix or 'no suffix'} is not .jsonl, .json or .parquet")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}; see prompts.sources") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path} is no JSON: {error}") from error
+        raise DataError(f"{path} cannot be read as {path.suffix[1:]}: {error}") from error
 
 
 def path_rows(path: Path) -> int:
@@ -241,7 +238,7 @@ def path_rows(path: Path) -> int:
 
 def _parsed(line: bytes) -> Any:
     try:
-        return orjson.loads(line)
+        return orjson.loads(line.removeprefix(BOM))
     except orjson.JSONDecodeError:
         return None
 

@@ -223,7 +223,7 @@ def meet(base_url: str) -> Endpoint:
         with httpx2.Client(timeout=10, trust_env=False, headers=headers) as client:
             models = client.get(f"{base_url}/models").raise_for_status().json()["data"]
             version = client.get(f"{root}/version").raise_for_status().json()["version"]
-    except (httpx2.HTTPError, KeyError, ValueError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, KeyError, ValueError) as error:
         reason = str(error).partition("\n")[0]  # httpx adds a line of advice
         raise ServerError(f"no vLLM server at {base_url} ({reason})") from error
     if not models:

@@ -343,3 +343,24 @@ def test_no_row_whatsoever_breaks_the_run(row):
         return
     assert messages[-1]["role"] == "user"
     assert messages[-1]["content"].strip()
+
+
+def test_a_byte_order_mark_costs_no_row(tmp_path):
+    row = b'{"conversations":[{"from":"human","value":"Q"}]}'
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + row + b"\n")
+    [read] = prompts.read_rows(tmp_path / "a.jsonl")
+    assert prompts.question_of(read) == [{"role": "user", "content": "Q"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.json", b"[" * 200_000), ("a.json", b"{"), ("a.parquet", b"PAR1")]
+)
+def test_a_source_that_cannot_be_read_is_one_clear_error(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name} cannot be read as"):
+        list(prompts.read_rows(tmp_path / name))
+
+
+def test_an_empty_list_of_tools_is_no_tool():
+    row = {"tools": "[]", "conversations": [{"from": "human", "value": "Q"}]}
+    assert prompts.question_of(row) == [{"role": "user", "content": "Q"}]

@@ -99,7 +99,7 @@ def identify(params: Params) -> VerifierIdentity:
         blank_ids=[
             token_id
             for token_id in range(len(tokenizer))
-            if not tokenizer.decode([token_id]).strip() and tokenizer.decode([token_id])
+            if (text := tokenizer.decode([token_id])) and not text.strip()
         ],
         num_hidden_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],

@@ -30,7 +30,7 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 from pipeline.errors import DataError, ParamsError
 from pipeline.params import Reassemble, load_params
 from pipeline.progress import progress_bar
-from pipeline.reasoning import is_prefilled, spans_of
+from pipeline.reasoning import Spans, is_prefilled, spans_of
 from pipeline.records import (
     PROMPTS_PATH,
     SEQUENCE_COLUMNS,
@@ -138,8 +138,8 @@ def sequence_of(
     if status in TRUNCATED and params.truncated == "drop":
         raise Rejected(SequenceRejection.TRUNCATED)
     prompt_ids, token_ids = trace["prompt_token_ids"], trace["token_ids"]
-    check_ids(trace, status, verifier, thinking=thinking)
     spans = spans_of(prompt_ids, token_ids, verifier)
+    check_ids(trace, status, spans, verifier, thinking=thinking)
     length = len(prompt_ids) + len(token_ids)
     # Without a think block (thinking off) the reasoning is the empty range before the answer.
     answer = spans.answer or (length, length)
@@ -162,14 +162,15 @@ def sequence_of(
     return row
 
 
-def check_ids(trace: Trace, status: Status, verifier: VerifierIdentity, *, thinking: bool) -> None:
+def check_ids(
+    trace: Trace, status: Status, spans: Spans, verifier: VerifierIdentity, *, thinking: bool
+) -> None:
     """The invariants of a generated turn, on ids alone.
 
     Raises:
         Rejected: with the invariant that does not hold.
     """
     token_ids = trace["token_ids"]
-    spans = spans_of(trace["prompt_token_ids"], token_ids, verifier)
     num_starts = token_ids.count(verifier.think_start_id)
     num_starts += is_prefilled(trace["prompt_token_ids"], verifier)
     if thinking and num_starts != 1:

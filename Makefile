@@ -11,7 +11,7 @@ PYTEST := .venv/bin/python -m pytest
 export DVC_NO_ANALYTICS    := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup repro verifier test test-fast test-full lint format
+.PHONY: help setup repro verifier test test-fast test-full perf lint format
 
 help:
 	@awk '/^## / { about = substr($$0, 4); next } \
@@ -48,6 +48,13 @@ test-fast: setup
 ## Runs every check and test there is, kill storms and remotes included
 test-full: lint
 	$(PYTEST)
+
+## Measures generation beside other clients, its memory and its verdict (docs/performance.md)
+perf: setup
+	.venv/bin/python -m perf.throughput
+	.venv/bin/python -m perf.client
+	.venv/bin/python -m perf.verdict
+	.venv/bin/python -m perf.report
 
 ## Checks style (ruff) and types (mypy)
 lint: setup

@@ -1,37 +1,52 @@
 """Many long generations at once: bounded, rarely repeated, and ended when hopeless.
 
-    await ask_all(requests, endpoints, concurrency, timeout_s, on_answer)
+    await ask_all(requests, endpoints, concurrency, timeout_s, on_answer, stall_s=300)
+
+`on_answer` may return a follow-up (the next turn, the same with a larger budget): the worker that
+asked sends it before it takes a new request, so a question has one generation at a time.
 
 One generation may take half an hour, so nothing here repeats one lightly: the `openai` client's
-own retries are off and a time-out is never repeated at once. What is retried, and what is not:
+own retries are off. What is retried, and what is not:
 
-    HTTP 429, 5xx, refused or reset connection   twice more, after a back-off with jitter
-    time-out                                     not in this run; the row stays to do
-    HTTP 400, 413, 422                           never: the question itself is refused
-    HTTP 401, 403, 404                           the run ends: wrong key or wrong model
+    HTTP 5xx and other statuses, lost connection   3 attempts, with back-off and jitter
+    HTTP 429, 503                                  busy: up to 8 attempts, after `Retry-After` or
+                                                   a back-off that doubles from 1 s to 60 s
+    time-out                                       not in this run; the row stays to do
+    HTTP 400, 413, 422                             never: the question itself is refused; but once
+                                                   more if only its max_tokens is too large
+    HTTP 401, 403, 404                             the run ends: wrong key or wrong model
+
+No request is sent more than 8 times in all. Which server is next, and what ends a run besides a
+wrong key, is in pipeline/pool.py.
 """
 
 import asyncio
 import random
-import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+import resource
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from itertools import cycle
+from math import ceil
+from typing import Any, NamedTuple
 
 import httpx2
 import openai
 import orjson
 
-from pipeline.errors import BadRun, ServerError
+from pipeline.errors import BadRun
+from pipeline.pool import Pool, Server
 from pipeline.server import Endpoint, api_key
 
 MAX_ATTEMPTS = 3
-BACKOFF_S = 1.0
-# So many requests given up in a row (or all that were in flight, if more), and the run ends.
-MAX_CONSECUTIVE_FAILURES = 30
+MAX_BUSY_ATTEMPTS = 8  # and of all attempts together
+BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+BUSY = frozenset({429, 503})
 REFUSED = frozenset({400, 413, 422})
 HOPELESS = frozenset({401, 403, 404})
+CONNECT_S = 30.0
+TOKENIZE_S = 60.0
+CONNECTIONS_PER_POOL = 16
 
 
 @dataclass(frozen=True)
@@ -52,35 +67,7 @@ class Answer:
     outcome: str  # answered | refused | timed_out | failed
     attempts: int
     endpoint: Endpoint
-
-
-class _Pool:
-    """The servers: the least busy sound one is next, and when none is sound the run ends."""
-
-    def __init__(self, clients: dict[Endpoint, openai.AsyncOpenAI], timeout_s: float) -> None:
-        self.clients, self.timeout_s = clients, timeout_s
-        self.in_flight = dict.fromkeys(clients, 0)
-        self.failed_in_a_row = dict.fromkeys(clients, 0)  # requests given up, by server
-
-    @asynccontextmanager
-    async def least_busy(self) -> AsyncIterator[Endpoint]:
-        # A dead server fails fastest, so by load alone it would draw every request.
-        endpoint = min(self.in_flight, key=lambda e: (self.failed_in_a_row[e], self.in_flight[e]))
-        self.in_flight[endpoint] += 1
-        try:
-            yield endpoint
-        finally:
-            self.in_flight[endpoint] -= 1
-
-    def gave_up(self, endpoint: Endpoint, error: str) -> None:
-        """Raises ServerError when no server has answered anything for too long."""
-        self.failed_in_a_row[endpoint] += 1
-        limit = max(MAX_CONSECUTIVE_FAILURES, sum(self.in_flight.values()))
-        if min(self.failed_in_a_row.values()) >= limit / len(self.clients):
-            raise ServerError(
-                f"{endpoint.base_url} failed {self.failed_in_a_row[endpoint]} times in a row, at "
-                f"last with {error!r}; what was answered is stored, the next run goes on"
-            )
+    max_tokens: int | None  # the budget as sent
 
 
 async def ask_all(
@@ -88,30 +75,45 @@ async def ask_all(
     endpoints: list[Endpoint],
     concurrency: int,
     timeout_s: float,
-    on_answer: Callable[[Answer], None],
+    on_answer: Callable[[Answer], Request | None],
+    *,
+    stall_s: float | None = None,
 ) -> None:
-    """Send every request once, `concurrency` at a time; `on_answer` sees each as it comes.
+    """Send every request once, `concurrency` at a time; `on_answer` sees each as it comes and may
+    return a follow-up. With `stall_s`, a server that generates nothing for so long is hung.
 
     Raises:
         BadRun: the server refuses key or model.
-        ServerError: the servers stopped answering.
+        ServerStopped: no server is left; what was in flight has no answer.
         whatever `on_answer` raises; requests in flight are then dropped.
     """
     todo = iter(requests)
     async with AsyncExitStack() as stack:
-        clients = {
-            endpoint: await stack.enter_async_context(api_client(endpoint, concurrency, timeout_s))
-            for endpoint in endpoints
-        }
-        pool = _Pool(clients, timeout_s)
+        pool = Pool(
+            [
+                Server(e, await stack.enter_async_context(api_client(e, concurrency, timeout_s)))
+                for e in endpoints
+            ]
+        )
 
         async def work() -> None:
             for request in todo:  # shared: each worker takes the next one
-                on_answer(await _ask(request, pool))
+                current: Request | None = request
+                while current:
+                    pool.num_open += 1
+                    answer = await _ask(current, pool)
+                    pool.num_open -= 1
+                    current = on_answer(answer)
 
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(concurrency):
-                workers.create_task(work())
+        async with asyncio.TaskGroup() as tasks:
+            watches = [
+                tasks.create_task(pool.watch(server, stall_s))
+                for server in pool.servers
+                if stall_s is not None
+            ]
+            await asyncio.wait([tasks.create_task(work()) for _ in range(concurrency)])
+            for watch in watches:
+                watch.cancel()
 
 
 def run(coroutine: Any) -> None:
@@ -122,55 +124,133 @@ def run(coroutine: Any) -> None:
         raise group.exceptions[0] from None
 
 
-def api_client(endpoint: Endpoint, concurrency: int, timeout_s: float) -> openai.AsyncOpenAI:
-    """A client for `concurrency` requests at once that never repeats one by itself."""
-    # A pool smaller than the concurrency would queue: to a time-out that is silence.
-    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    return openai.AsyncOpenAI(
-        base_url=endpoint.base_url,
-        api_key=api_key(),
-        max_retries=0,
-        timeout=httpx2.Timeout(timeout_s, connect=30),
-        http_client=httpx2.AsyncClient(limits=limits, trust_env=False),
-    )
+async def _ask(request: Request, pool: Pool) -> Answer:
+    """The answer to one request, after all the attempts that its errors deserve."""
+    tried: list[Server] = []
+    num_busy = num_faults = 0
+    pause_s = 0.0
+    while len(tried) < MAX_BUSY_ATTEMPTS and num_faults < MAX_ATTEMPTS:
+        await asyncio.sleep(pause_s)
+        server = pool.next_one(tried)
+        tried.append(server)
+        budget = request.body.get("max_tokens")
+        reply = await _send(request, server)
+        match reply.outcome:
+            case "answered" | "timed_out":
+                break
+            case "refused":
+                smaller = await _smaller(request, server)
+                if smaller is None:
+                    break
+                request, pause_s = smaller, 0.0
+            case "busy":
+                num_busy += 1
+                pause_s = _pause_s(num_busy, reply.retry_after_s)
+                pool.busy(server, pause_s)
+                if any(other.is_sound for other in pool.servers):  # and named no time
+                    pause_s = _pause_s(num_busy)
+            case "failed":
+                num_faults += 1
+                pause_s = _pause_s(num_faults)
+                pool.failed(server, reply.error)
+    if reply.outcome in ("answered", "refused"):
+        pool.answered(server)
+    else:
+        await pool.gave_up(server, reply.error, busy=reply.outcome == "busy")
+    outcome = "failed" if reply.outcome == "busy" else reply.outcome
+    error = reply.error or None
+    return Answer(request.key, reply.body, error, outcome, len(tried), server.endpoint, budget)
 
 
-async def _ask(request: Request, pool: _Pool) -> Answer:
-    error = ""
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        async with pool.least_busy() as endpoint:
-            try:
-                body = await _post(pool.clients[endpoint], endpoint, request)
-            except openai.APITimeoutError:
-                pool.gave_up(endpoint, f"no answer in {pool.timeout_s:g} s")
-                return Answer(request.key, None, "timed out", "timed_out", attempt, endpoint)
-            except openai.APIStatusError as status:
-                error = server_words(status)
-                if status.status_code in HOPELESS:
-                    raise BadRun(f"{endpoint.base_url} says {error}") from None
-                if status.status_code in REFUSED:
-                    return Answer(request.key, None, error, "refused", attempt, endpoint)
-            except (openai.APIConnectionError, orjson.JSONDecodeError) as lost:
-                error = f"{type(lost).__name__}: {lost.__cause__ or lost}"
-            else:
-                pool.failed_in_a_row[endpoint] = 0
-                return Answer(request.key, body, None, "answered", attempt, endpoint)
-        if attempt < MAX_ATTEMPTS:
-            await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-    pool.gave_up(endpoint, error)
-    return Answer(request.key, None, error, "failed", MAX_ATTEMPTS, endpoint)
+class _Reply(NamedTuple):
+    """How one attempt went."""
+
+    outcome: str  # answered | refused | timed_out | busy | failed
+    body: dict[str, Any] | None = None
+    error: str = ""
+    retry_after_s: float = 0.0
 
 
-async def _post(client: openai.AsyncOpenAI, endpoint: Endpoint, request: Request) -> dict[str, Any]:
+async def _send(request: Request, server: Server) -> _Reply:
+    """Raises BadRun when the server refuses key or model."""
+    try:
+        async with server.asked():
+            return _Reply("answered", await _post(server, request))
+    except openai.APIStatusError as status:
+        error, code = server_words(status), status.status_code
+        if code in HOPELESS:
+            raise BadRun(f"{server.endpoint.base_url} says {error}") from None
+        if code in REFUSED:
+            return _Reply("refused", error=error)
+        if code in BUSY:
+            return _Reply("busy", error=error, retry_after_s=_retry_after_s(status.response))
+        return _Reply("failed", error=error)
+    except TimeoutError:
+        return _Reply("failed", error="the server hung")
+    except (openai.APIConnectionError, orjson.JSONDecodeError) as lost:
+        if isinstance(lost.__cause__, httpx2.ReadTimeout):  # a connect time-out generated nothing
+            return _Reply("timed_out", error="timed out")
+        return _Reply("failed", error=f"{type(lost).__name__}: {lost.__cause__ or lost}")
+
+
+async def _post(server: Server, request: Request) -> dict[str, Any]:
     """The raw JSON: `"reasoning": ""`, null and absent stay apart, and thousands of token ids need
-    no model object."""
-    response = await client.chat.completions.with_raw_response.create(
-        model=endpoint.model,
-        messages=request.body["messages"],
-        extra_body={k: v for k, v in request.body.items() if k != "messages"},
+    no model object. Nor does the request: `chat.completions.create` would look at each message
+    anew, a fifth of all that a request costs here."""
+    response = await server.client.post(
+        "/chat/completions",
+        body={"model": server.endpoint.model, **request.body},
+        cast_to=httpx2.Response,
     )
-    body = orjson.loads(response.http_response.content)
+    body = orjson.loads(response.content)
     return body if isinstance(body, dict) else {}
+
+
+async def _smaller(request: Request, server: Server) -> Request | None:
+    """The same with the budget that its prompt leaves, if its budget alone was too large.
+
+    A present vLLM cuts such a budget by itself, an older one refuses the request. Its /tokenize
+    tells, where its words would differ from version to version.
+    """
+    wanted = request.body.get("max_tokens")
+    if wanted is None:
+        return None
+    question = {
+        "model": server.endpoint.model,
+        "messages": request.body["messages"],
+        "add_generation_prompt": True,
+        "chat_template_kwargs": request.body.get("chat_template_kwargs"),
+    }
+    try:
+        response = await server.client.post(
+            server.endpoint.tokenize_url,
+            body=question,
+            cast_to=httpx2.Response,
+            options={"timeout": TOKENIZE_S},
+        )
+        counted = orjson.loads(response.content)
+        room = counted["max_model_len"] - counted["count"]
+    except (openai.APIError, orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+    return (
+        replace(request, body={**request.body, "max_tokens": room}) if 0 < room < wanted else None
+    )
+
+
+def _pause_s(nth: int, retry_after_s: float = 0.0) -> float:
+    """Before the next attempt. Those refused in one moment must not come back in one."""
+    if retry_after_s:
+        return retry_after_s * random.uniform(1, 1.25)
+    return min(BACKOFF_S * 2 ** (nth - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1.5)
+
+
+def _retry_after_s(response: httpx2.Response) -> float:
+    """`Retry-After` in seconds, bounded; 0 without one, or for a date."""
+    try:
+        seconds = float(response.headers["retry-after"])
+    except (KeyError, ValueError):
+        return 0.0
+    return min(seconds, MAX_BACKOFF_S) if seconds > 0 else 0.0
 
 
 def server_words(error: openai.APIStatusError) -> str:
@@ -181,15 +261,44 @@ def server_words(error: openai.APIStatusError) -> str:
     return f"HTTP {error.status_code}: {words[:300]}"
 
 
-class Throughput:
-    """Tokens a second since the first answer."""
+def api_client(endpoint: Endpoint, concurrency: int, timeout_s: float) -> openai.AsyncOpenAI:
+    """A client for `concurrency` requests at once that never repeats one by itself."""
+    _allow_open_files()
+    return openai.AsyncOpenAI(
+        base_url=endpoint.base_url,
+        api_key=api_key(),
+        max_retries=0,
+        timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S),
+        http_client=httpx2.AsyncClient(transport=_Connections(concurrency), trust_env=False),
+    )
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self.tokens = 0
 
-    def add(self, tokens: int) -> None:
-        self.tokens += tokens
+def _allow_open_files() -> None:
+    """A connection is an open file, and many a login shell allows a process 1,024 of them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    def __str__(self) -> str:
-        return f"{self.tokens / max(time.monotonic() - self._started, 1e-9):.0f} tok/s"
+
+class _Connections(httpx2.AsyncBaseTransport):
+    """Many small pools of connections in place of a large one.
+
+    httpcore2 looks at every connection of a pool twice a request, which at 1,024 of them takes
+    2 ms of CPU. No pool has a bound: one smaller than the concurrency would queue, and to a
+    time-out a queue is silence.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        tls = httpx2.create_ssl_context(trust_env=False)
+        self._pools = [
+            httpx2.AsyncHTTPTransport(verify=tls, trust_env=False, limits=limits)
+            for _ in range(ceil(concurrency / CONNECTIONS_PER_POOL))
+        ]
+        self._turns = cycle(self._pools)
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        return await next(self._turns).handle_async_request(request)
+
+    async def aclose(self) -> None:
+        for pool in self._pools:
+            await pool.aclose()

@@ -5,7 +5,8 @@
     │   ├── ParamsError           params.yaml: unknown key, wrong type, value out of range
     │   ├── VerifierError         the verifier is not what params.yaml or verifier.json says
     │   └── DataError             an input file that no stage can make sense of
-    ├── ServerError               vLLM did not start, died, or answers nonsense
+    ├── ServerError               vLLM did not start, or answers nonsense
+    │   └── ServerStopped         it ran and then died, hung or failed every request
     └── BadRun                    the rows themselves show that going on is a waste
         └── GateFailed            too few answers hold reasoning
 
@@ -36,6 +37,10 @@ class DataError(UserError):
 
 class ServerError(PipelineError):
     """The vLLM server did not come up, went away, or does not speak its protocol."""
+
+
+class ServerStopped(ServerError):
+    """A server that answered before no longer does. What was answered is stored."""
 
 
 class BadRun(PipelineError):

@@ -6,7 +6,7 @@ reads   data/sequences/{train,held_out}, data/verifier.json
 writes  data/hidden_states/ (see pipeline.shards), reports/extract.json
 params  extract.*, and of verifier.* what its server needs (all but model, revision, parser)
 
-Shard i holds the sequences whose prompt_index lies in [i·n, (i+1)·n), where n is
+Shard i holds the sequences, one a turn, whose prompt_index lies in [i·n, (i+1)·n), where n is
 extract.samples_per_shard, so that more questions touch the last shard alone. A shard that is there
 already stays as it is, byte for byte; within one that changes, states of the same tokens are
 copied. Only the rest is asked of vLLM, which runs each sequence through the verifier once
@@ -44,7 +44,7 @@ METRICS_PATH = Path("reports/extract.json")
 
 
 def load_sequences(folder: Path) -> Dataset:
-    """Both splits as one, in the order of prompt_index.
+    """Both splits as one, in the order of prompt_index; turns of a conversation stay in theirs.
 
     Raises:
         DataError: there is none, or two rows have one key.

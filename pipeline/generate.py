@@ -1,273 +1,186 @@
 """Stage 3, generate: ask the verifier each question and keep what it wrote, reasoning included.
 
 Reads    data/prompts/prompts.jsonl, data/verifier.json; params `generate.*`, `verifier.*`
-Writes   data/traces/part-*.jsonl (records.Trace, in the order of the prompts, 1,000 a part;
-         `persist: true`), reports/generate.json
+Writes   data/traces/part-*.jsonl (records.Trace, in the order of the prompts, 1,000 prompts a part;
+         `persist: true`), data/traces/probe.json, reports/generate.json
 Run      python -m pipeline.generate
+         python -m pipeline.generate --import FILE     (pipeline/importing.py)
 
-An answer is known by its key, the hash of all that determines it, so a killed run goes on, a raised
-cap adds, and nothing is asked twice. How answers lie on disk meanwhile: pipeline/traces.py.
+The server is probed before the first question, the first answers are judged before the rest is
+sent, and all later ones as they come. An answer is known by its key, the hash of all that
+determines it, so a killed run goes on, a raised cap adds, and nothing is asked twice. How answers
+lie on disk meanwhile: pipeline/traces.py.
 """
 
+import argparse
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.client import Answer, Request, Throughput, ask_all, run
-from pipeline.errors import BadRun, GateFailed, ServerError
-from pipeline.params import Generate, Params, endpoints_from, load_params
-from pipeline.progress import progress_bar
-from pipeline.reasoning import Gate, judge, num_reasoning_tokens
+from pipeline.asking import Asking
+from pipeline.errors import BadRun, ServerStopped
+from pipeline.importing import import_file
+from pipeline.params import Generate, endpoints_from, load_params
+from pipeline.probe import probe, question_to_probe_with
+from pipeline.reasoning import verdict_of
 from pipeline.records import (
-    CUT,
     PROMPTS_PATH,
     TRACES,
+    TRACES_PER_PART,
     TRANSIENT,
     TRUNCATED,
     Prompt,
     Status,
-    Trace,
     count_by,
     in_words,
 )
-from pipeline.resume import content_key, one_writer, read_jsonl, write_json
+from pipeline.resume import one_writer, read_jsonl, write_json
 from pipeline.server import Endpoint, meet_all, serve
 from pipeline.stage import run_stage
-from pipeline.traces import FAILED_GATE, JOURNAL, append, fold, forget, keep, load_stored
-from pipeline.verifier import VerifierIdentity, load_verifier
+from pipeline.traces import Row, Stored, fold, load_stored
+from pipeline.verifier import load_verifier
 
 METRICS_PATH = Path("reports/generate.json")
+PROBE_PATH = TRACES / "probe.json"
 ENDPOINTS_VARIABLE = "PIPELINE_GENERATE_ENDPOINTS"
+# A server that dies this often over one run has a fault that starting it again does not mend.
+MAX_RESTARTS = 3
 
 
 def main() -> None:
     params = load_params()
     verifier = load_verifier()
     prompts = [Prompt(**row) for row in read_jsonl(PROMPTS_PATH)]  # type: ignore[typeddict-item]
-    wanted = {trace_key(prompt, params.generate, verifier): prompt for prompt in prompts}
     with one_writer(TRACES):
-        stored = load_stored()
-        for key in wanted.keys() & stored.keys():
-            stored[key] = rejudged(stored[key], wanted[key], params.generate, verifier)
-        todo = [key for key in wanted if not is_done(stored.get(key), params)]
-        gate = Gate(params.generate, verifier)
+        stored = load_stored(lambda trace: verdict_of(trace, verifier, params.generate))
+        asking = Asking(params, verifier, prompts, stored)
+        wanted = asking.wanted()
+        todo = asking.todo(wanted)
         if todo:
             print(f"{len(wanted) - len(todo)} of {len(wanted)} answers are there, asking the rest")
-            with ExitStack() as stack:
-                urls = endpoints_from(ENDPOINTS_VARIABLE, params.generate.endpoints)
-                endpoints = (
-                    meet_all(urls, params.verifier)
-                    if urls
-                    else [stack.enter_context(serve(params.verifier, "generate"))]
-                )
-                ask(todo, wanted, endpoints, params, verifier, stored, gate)
+            ask_until_done(asking)
+            wanted = asking.wanted()
         else:
             print(f"all {len(wanted)} answers are there, nothing to ask")
-            gate.check(stored[key] for key in wanted)
-        fold(wanted, stored)
-    traces = [stored[key] for key in wanted]
-    metrics = metrics_of(traces, verifier)
+            asking.check_all(wanted)
+        rows = [
+            Row(index // TRACES_PER_PART, key, question.sample_id, prompt["source"])
+            for index, prompt in enumerate(prompts)
+            for key, question in asking.turns(prompt)
+        ]
+        fold(rows, stored)
+    answers = [stored[key] for key in wanted]
+    metrics = metrics_of(answers, prompts, params.generate)
     write_json(METRICS_PATH, metrics)
     print(
-        f"{len(traces)} traces: {in_words(metrics['status'])}; {metrics['reasoning_tokens']} "
+        f"{len(answers)} traces: {in_words(metrics['status'])}; {metrics['reasoning_tokens']} "
         "reasoning tokens"
     )
-    check_failures(traces, params.generate)
+    check_failures(answers, params.generate)
 
 
-def trace_key(prompt: Prompt, params: Generate, verifier: VerifierIdentity) -> str:
-    """What determines an answer, and nothing else: no budget, time-out, endpoint or think id."""
-    return content_key(
-        {
-            "messages": prompt["messages"],
-            "sampling": params.sampling,
-            "thinking": params.template_kwargs,
-            "model": verifier.model,
-            "weights": verifier.weights_fingerprint,
-            "chat_template": verifier.chat_template_sha256,
-            "tokenizer": verifier.tokenizer_sha256,
-        }
-    )
-
-
-def request_body(prompt: Prompt, params: Generate) -> dict[str, Any]:
-    """The JSON on the wire, less the model. Every sampling value is sent, so that no
-    generation_config.json beside the model decides in silence."""
-    return {
-        "messages": prompt["messages"],
-        "max_tokens": params.max_tokens,
-        **params.sampling,
-        "chat_template_kwargs": params.template_kwargs,
-        "return_token_ids": True,
-    }
-
-
-def is_done(trace: Trace | None, params: Params) -> bool:
-    """False for what has no answer yet, and for what more tokens or a longer context may save."""
-    if trace is None or trace["status"] in TRANSIENT:
-        return False
-    if trace["status"] == Status.REJECTED_BY_SERVER:
-        return trace.get("max_model_len", 0) >= params.verifier.max_model_len
-    could_go_on = trace["sampling"]["max_tokens"] < params.generate.max_tokens
-    return not (trace["status"] in CUT and could_go_on)
-
-
-def ask(
-    todo: list[str],
-    wanted: dict[str, Prompt],
-    endpoints: list[Endpoint],
-    params: Params,
-    verifier: VerifierIdentity,
-    stored: dict[str, Trace],
-    gate: Gate,
-) -> None:
-    """Ask what is to do and journal each answer; the first ones are judged before the rest go out.
+def ask_until_done(asking: Asking) -> None:
+    """On the given servers, or on one of our own that is started again when it dies.
 
     Raises:
-        GateFailed: too few answers hold reasoning. Those without it lie in
-            data/.stash/failed_gate.jsonl and are asked again by the next run; the good ones stay.
-        BadRun: the server refuses every question. Nothing of that is kept.
+        BadRun: the server does not do what params.yaml says; nothing was asked.
+        ServerStopped: it died without an answer since it was started, or too often.
+        and what `Asking.ask` raises.
     """
-    settings = params.generate
-    new: list[Trace] = []
-    speed = Throughput()
-    counts = dict.fromkeys(("empty", "cut", "failed"), 0)
-
-    with (
-        JOURNAL.open("ab") as journal,
-        progress_bar("asking the verifier", len(todo), "questions") as bar,
-    ):
-
-        def on_answer(answer: Answer) -> None:
-            trace = trace_of(answer, wanted[answer.key], params, verifier)
-            append(journal, trace)
-            keep(trace, stored)
-            new.append(trace)
-            status = Status(trace["status"])
-            counts["empty"] += status is Status.EMPTY_REASONING
-            counts["cut"] += status in CUT
-            counts["failed"] += status in TRANSIENT
-            speed.add(len(trace["token_ids"]))
-            bar.advance(1, f"{speed}, " + ", ".join(f"{n} {kind}" for kind, n in counts.items()))
-            gate.add(trace)
-
-        first = settings.gate.num_samples
-        try:
-            for keys in filter(None, (todo[:first], todo[first:])):
-                requests = (Request(key, request_body(wanted[key], settings)) for key in keys)
-                run(
-                    ask_all(
-                        requests, endpoints, settings.concurrency, settings.timeout_s, on_answer
-                    )
-                )
-                if len(new) >= min(first, len(wanted)):
-                    check_refused(new)
-                gate.check(new)
-            gate.check(stored[key] for key in wanted)
-        except GateFailed:
-            forget((trace["key"] for trace in new if gate.is_bad(trace)), keep_in=FAILED_GATE)
-            raise
+    params = asking.params
+    urls = endpoints_from(ENDPOINTS_VARIABLE, params.generate.endpoints)
+    if urls:
+        endpoints = meet_all(urls, params.verifier)
+        probe_all(endpoints, asking)
+        asking.ask(endpoints)
+        return
+    for num_restarts in range(MAX_RESTARTS + 1):
+        num_answers = len(asking.new)
+        with ExitStack() as stack:
+            try:
+                endpoint = stack.enter_context(serve(params.verifier, "generate"))
+                if num_restarts == 0:
+                    probe_all([endpoint], asking)
+                asking.ask([endpoint])
+                return
+            except ServerStopped as stopped:
+                if num_restarts == MAX_RESTARTS or len(asking.new) == num_answers:
+                    raise
+                print(f"{stopped}; starting it again ({num_restarts + 1} of {MAX_RESTARTS})")
 
 
-def check_refused(new: list[Trace]) -> None:
-    """A server that refuses everything is the wrong server, or served wrongly.
-
-    Raises:
-        BadRun: with the server's own words; the refusals are forgotten.
-    """
-    if all(trace["status"] == Status.REJECTED_BY_SERVER for trace in new):
-        forget(trace["key"] for trace in new)
-        raise BadRun(f"the server refuses every question: {new[-1].get('error')}")
-
-
-def trace_of(answer: Answer, prompt: Prompt, params: Params, verifier: VerifierIdentity) -> Trace:
-    """The row to store for one answer.
-
-    Raises:
-        ServerError: the server gives no token ids, so nothing exact could be made of its answers.
-    """
-    trace: Trace = {
-        "sample_id": prompt["sample_id"],
-        "key": answer.key,
-        "status": Status.FAILED,
-        "source": prompt["source"],
-        "messages": prompt["messages"],
-        "finish_reason": None,
-        "prompt_token_ids": [],
-        "token_ids": [],
-        "usage": {},
-        "sampling": {**params.generate.sampling, "max_tokens": params.generate.max_tokens},
-        "attempts": answer.attempts,
-        "server_version": answer.endpoint.version,
-    }
-    if answer.body is None:
-        trace["error"] = answer.error or ""
-        trace["max_model_len"] = params.verifier.max_model_len
-        trace["status"] = {
-            "refused": Status.REJECTED_BY_SERVER,
-            "timed_out": Status.TIMED_OUT,
-            "failed": Status.FAILED,
-        }[answer.outcome]
-        return trace
-    try:
-        choice = answer.body["choices"][0]
-        message = choice["message"] or {}
-        prompt_ids, token_ids = answer.body["prompt_token_ids"], choice["token_ids"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise ServerError(
-            f"{answer.endpoint.base_url} answers without {error}: it must be a vLLM that knows "
-            "return_token_ids"
-        ) from error
-    if not prompt_ids or token_ids is None:  # an aborted answer may hold no token
-        raise ServerError(
-            f"{answer.endpoint.base_url} returns no token ids: it must be a vLLM that knows "
-            "return_token_ids"
+def probe_all(endpoints: list[Endpoint], asking: Asking) -> None:
+    """Probe each server, say and store what was found. Raises BadRun."""
+    wanted = asking.wanted()
+    question = question_to_probe_with([wanted[key] for key in asking.todo(wanted)])
+    with ThreadPoolExecutor(len(endpoints)) as threads:
+        findings = list(
+            threads.map(
+                lambda endpoint: probe(endpoint, question, asking.params, asking.verifier),
+                endpoints,
+            )
         )
-    # Absent, null and "" stay three different things.
-    for field in ("reasoning", "reasoning_content"):
-        if field in message:
-            trace["reasoning"] = message[field]
-            break
-    if "content" in message:
-        trace["content"] = message["content"]
-    usage = answer.body.get("usage") or {}
-    trace["usage"] = {k: v for k, v in usage.items() if isinstance(v, int)}
-    trace["finish_reason"] = choice.get("finish_reason")
-    trace["prompt_token_ids"], trace["token_ids"] = prompt_ids, token_ids
-    trace["status"] = judge(trace, verifier, thinking=params.generate.thinking)
-    return trace
+    found = sorted({str(each): asdict(each) for each in findings}.items())
+    for words, _ in found:
+        print(f"probe: {words}")
+    write_json(PROBE_PATH, [facts for _, facts in found])
 
 
-def rejudged(trace: Trace, prompt: Prompt, params: Generate, verifier: VerifierIdentity) -> Trace:
-    """A stored answer under the present think ids: its text stays, its status may change."""
-    judged: Trace = {**trace, "source": prompt["source"]}
-    if trace["token_ids"]:
-        judged["status"] = judge(trace, verifier, thinking=params.thinking)
-    return judged
-
-
-def metrics_of(traces: list[Trace], verifier: VerifierIdentity) -> dict[str, Any]:
-    statuses = [trace["status"] for trace in traces]
+def metrics_of(answers: list[Stored], prompts: list[Prompt], params: Generate) -> dict[str, Any]:
+    verdicts = [answer.verdict for answer in answers]
+    num_turns = sum(1 + len(prompt["later_turns"]) for prompt in prompts)
     return {
-        "rows_in": len(traces),
-        "status": count_by(statuses, Status),
-        "truncated": sum(status in TRUNCATED for status in statuses),
-        "generated_tokens": sum(len(trace["token_ids"]) for trace in traces),
-        "reasoning_tokens": sum(num_reasoning_tokens(trace, verifier) for trace in traces),
-        "prompt_tokens": sum(len(trace["prompt_token_ids"]) for trace in traces),
+        "rows_in": num_turns,
+        "turns_not_asked": num_turns - len(answers),  # after a turn without a good answer
+        "status": count_by((verdict.status for verdict in verdicts), Status),
+        "finish_reason": dict(sorted(Counter(str(a.finish_reason) for a in answers).items())),
+        "truncated": truncation(answers, params),
+        "generated_tokens": sum(verdict.generated_tokens for verdict in verdicts),
+        "reasoning_tokens": sum(verdict.reasoning_tokens for verdict in verdicts),
+        "prompt_tokens": sum(verdict.prompt_tokens for verdict in verdicts),
     }
 
 
-def check_failures(traces: list[Trace], params: Generate) -> None:
+def truncation(answers: list[Stored], params: Generate) -> dict[str, Any]:
+    """Which answers max_tokens cut: by phase, by source and by length in tokens."""
+    by_source: dict[str, Counter[str]] = {}
+    by_length: dict[int, Counter[str]] = {}
+    for answer in answers:
+        num_tokens = answer.verdict.generated_tokens
+        bin_end = 1 << max(num_tokens - 1, 0).bit_length()  # the next power of two
+        for counts in (
+            by_source.setdefault(answer.source, Counter(rows=0, truncated=0)),
+            by_length.setdefault(bin_end, Counter(rows=0, truncated=0)),
+        ):
+            counts["rows"] += 1
+            counts["truncated"] += answer.verdict.status in TRUNCATED
+    statuses = Counter(answer.verdict.status for answer in answers)
+    return {
+        "reasoning": statuses[Status.TRUNCATED_IN_REASONING],
+        "answer": statuses[Status.TRUNCATED_IN_ANSWER],
+        "asked_with_more": sum(answer.max_tokens > params.max_tokens for answer in answers),
+        "by_source": {source: dict(by_source[source]) for source in sorted(by_source)},
+        "by_length": {f"up_to_{end:06}": dict(by_length[end]) for end in sorted(by_length)},
+    }
+
+
+def check_failures(answers: list[Stored], params: Generate) -> None:
     """Raises BadRun when too many questions are left without an answer."""
-    unanswered = [trace for trace in traces if trace["status"] in TRANSIENT]
-    if unanswered and len(unanswered) / len(traces) > params.max_failed_fraction:
+    unanswered = [answer for answer in answers if answer.verdict.status in TRANSIENT]
+    if unanswered and len(unanswered) / len(answers) > params.max_failed_fraction:
         raise BadRun(
-            f"{len(unanswered)} of {len(traces)} questions have no answer (last: "
-            f"{unanswered[-1].get('error')}), more than generate.max_failed_fraction "
+            f"{len(unanswered)} of {len(answers)} questions have no answer (last: "
+            f"{unanswered[-1].error}), more than generate.max_failed_fraction "
             f"{params.max_failed_fraction}; run again to ask just these"
         )
 
 
 if __name__ == "__main__":
-    run_stage("generate", main)
+    parser = argparse.ArgumentParser(prog="python -m pipeline.generate")
+    parser.add_argument("--import", dest="file", type=Path, help="JSONL of answers made elsewhere")
+    file = parser.parse_args().file
+    run_stage("generate", partial(import_file, file) if file else main)

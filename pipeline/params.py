@@ -91,6 +91,7 @@ class Prompts(Section):
     seed: int
     num_held_out: Count
     sample_cap: Count
+    turns: Literal["first", "all"]
 
 
 class Gate(Section):
@@ -107,7 +108,10 @@ class Generate(Section):
     endpoints: list[str]
     concurrency: Count
     timeout_s: Count
+    stall_s: Count
     max_tokens: Count
+    on_truncated: Literal["keep", "retry"]
+    retry_max_tokens: Count
     temperature: Annotated[float, Field(ge=0, le=2)]
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: CountOrZero
@@ -115,6 +119,20 @@ class Generate(Section):
     thinking_switch: Annotated[str, Field(pattern=r"^[a-z_]+$")] | None
     gate: Gate
     max_failed_fraction: Fraction
+
+    @model_validator(mode="after")
+    def _a_retry_has_more_room(self) -> "Generate":
+        if self.on_truncated == "retry" and self.retry_max_tokens <= self.max_tokens:
+            raise ValueError(
+                f"retry_max_tokens {self.retry_max_tokens} must be above max_tokens "
+                f"{self.max_tokens}: a cut answer is asked again with it"
+            )
+        return self
+
+    @property
+    def largest_max_tokens(self) -> int:
+        """The budget of an answer that was cut at `max_tokens`."""
+        return self.retry_max_tokens if self.on_truncated == "retry" else self.max_tokens
 
     @property
     def sampling(self) -> dict[str, float | int]:
@@ -222,11 +240,16 @@ class Params(Section):
 
     @model_validator(mode="after")
     def _answers_fit_the_context(self) -> "Params":
-        for section, value in (("generate", self.generate), ("benchmark", self.benchmark)):
-            if value.max_tokens >= self.verifier.max_model_len:
+        budgets = {
+            "generate.max_tokens": self.generate.max_tokens,
+            "generate.retry_max_tokens": self.generate.largest_max_tokens,
+            "benchmark.max_tokens": self.benchmark.max_tokens,
+        }
+        for key, max_tokens in budgets.items():
+            if max_tokens >= self.verifier.max_model_len:
                 raise ValueError(
-                    f"{section}.max_tokens is {value.max_tokens}, which leaves no room for the "
-                    f"question in verifier.max_model_len {self.verifier.max_model_len}"
+                    f"{key} is {max_tokens}, which leaves no room for the question in "
+                    f"verifier.max_model_len {self.verifier.max_model_len}"
                 )
         return self
 
@@ -261,6 +284,16 @@ def endpoints_from(environment_variable: str, params_value: list[str]) -> list[s
     """The servers to use: from the environment (comma-separated) before params.yaml."""
     named = [url.strip() for url in os.environ.get(environment_variable, "").split(",")]
     return [url.rstrip("/") for url in named if url] or [url.rstrip("/") for url in params_value]
+
+
+def line_of(key: str, path: Path = PARAMS_PATH) -> int:
+    """The line of params.yaml, from 1, where `generate.max_tokens` or its like stands."""
+    node = yaml.compose(path.read_text(encoding="utf-8"))
+    line = 0
+    for name in key.split("."):
+        assert isinstance(node, yaml.MappingNode)
+        line, node = next((k.start_mark.line, v) for k, v in node.value if k.value == name)
+    return line + 1
 
 
 def main() -> None:

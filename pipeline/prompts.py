@@ -6,17 +6,24 @@ Writes   data/prompts/prompts.jsonl (records.Prompt, line number = index),
          data/prompts/rejected.jsonl (file, row, reason), reports/prompts.json
 Run      python -m pipeline.prompts
 
-A question is the leading system turn, if it says anything, and the first user turn. Questions are
-ordered by sha256(prompts.seed, key), so new rows and a larger cap move nobody; the first
-`num_held_out` are held out, the next `sample_cap` are trained on.
+A question is the leading system turn, if it says anything, and the first user turn. With
+`prompts.turns: all` the later user turns belong to it, each on its own, also where two follow each
+other; the answers in between are dropped, because the verifier gives its own. A later turn that is
+blank or holds anything but text ends the conversation there, as what follows may be about it.
+
+A question is known by what is sent first, so conversations that begin alike are one, and asking
+their later turns too moves nobody. Questions are ordered by sha256(prompts.seed, key), so new rows
+and a larger cap move nobody either; the first `num_held_out` are held out, the next `sample_cap`
+are trained on.
 """
 
 import heapq
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -65,43 +72,55 @@ class Rejected(Exception):
         self.reason = reason
 
 
+class Question(NamedTuple):
+    """What a raw row asks."""
+
+    source: str
+    messages: list[Message]
+    later_turns: list[str]
+    num_cut: int  # user turns left out: the first that cannot be sent, and those behind it
+
+
 def main() -> None:
     params = load_params().prompts
-    prompts, rejected, num_unused = select(params)
+    questions, rejected = read_questions(params)
+    prompts = choose(questions, params)
     write_bytes(PROMPTS_PATH, jsonl(prompts))
     write_bytes(REJECTED_PATH, jsonl(rejected))
-    metrics = metrics_of(prompts, rejected, num_unused)
+    metrics = metrics_of(prompts, questions, rejected)
     write_json(METRICS_PATH, metrics)
     print(
         f"{metrics['rows_in']} rows: {metrics['held_out']} held out, {metrics['train']} to train "
-        f"on, {num_unused} beyond sample_cap, {len(rejected)} rejected: "
+        f"on, {metrics['beyond_cap']} beyond sample_cap, {len(rejected)} rejected: "
         f"{in_words(metrics['rejected'])}"
     )
+    if params.turns == "all":
+        print(
+            f"{metrics['user_turns']} user turns to ask, {metrics['user_turns_cut']} cut off with "
+            "one that cannot be sent"
+        )
     if metrics["train"] < params.sample_cap:
         print(f"fewer than prompts.sample_cap {params.sample_cap}: the sources hold no more")
 
 
-def select(params: Prompts) -> tuple[list[Prompt], list[dict[str, Any]], int]:
-    """The chosen questions in order, the rejected rows, and how many good rows were left over.
+def read_questions(params: Prompts) -> tuple[dict[str, Question], list[dict[str, Any]]]:
+    """All questions of the sources, by key, and the rejected rows.
 
     Raises:
-        DataError: a source is missing or of no known format, or holds too few questions.
+        DataError: a source is missing or of no known format, or they hold too few questions.
     """
     rejected: list[dict[str, Any]] = []
-    questions: dict[str, tuple[str, list[Message]]] = {}  # key → source, messages
+    questions: dict[str, Question] = {}
     for path in map(Path, params.sources):
         number = 0
         with progress_bar(f"reading {path.name}", path_rows(path), "rows") as bar:
             for number, row in enumerate(read_rows(path), start=1):
                 try:
-                    messages = question_of(row)
-                    key = content_key(messages)
+                    question = question_of(row, path.stem, params.turns)
+                    key = content_key(question.messages)
                     if key in questions:
                         raise Rejected(PromptRejection.DUPLICATE)
-                    source = str(row.get("source") or path.stem)
-                    if not _is_unicode(source):
-                        raise Rejected(PromptRejection.BAD_SHAPE)
-                    questions[key] = (source, messages)
+                    questions[key] = question
                 except Rejected as rejection:
                     reason = rejection.reason.value
                     rejected.append({"file": str(path), "row": number, "reason": reason})
@@ -113,24 +132,29 @@ def select(params: Prompts) -> tuple[list[Prompt], list[dict[str, Any]], int]:
             f"{', '.join(params.sources)}: {len(questions)} questions, {len(rejected)} rows "
             f"rejected; prompts.num_held_out {params.num_held_out} leaves none to train on"
         )
+    return questions, rejected
+
+
+def choose(questions: dict[str, Question], params: Prompts) -> list[Prompt]:
+    """The questions to ask, in order."""
     wanted = params.num_held_out + params.sample_cap
     chosen = heapq.nsmallest(wanted, questions, key=lambda key: content_key([params.seed, key]))
-    prompts = [
+    return [
         Prompt(
             index=index,
             split=Split.HELD_OUT if index < params.num_held_out else Split.TRAIN,
             key=key,
             sample_id=f"{key[:16]}_gen0",
-            source=questions[key][0],
-            messages=questions[key][1],
+            source=questions[key].source,
+            messages=questions[key].messages,
+            later_turns=questions[key].later_turns,
         )
         for index, key in enumerate(chosen)
     ]
-    return prompts, rejected, len(questions) - len(prompts)
 
 
-def question_of(row: Any) -> list[Message]:
-    """The messages to send for one raw row.
+def question_of(row: Any, file_name: str, which: Literal["first", "all"]) -> Question:
+    """What one raw row asks; `file_name` stands in for its source, `which` is prompts.turns.
 
     Raises:
         Rejected: the row is no question, with the reason.
@@ -154,14 +178,33 @@ def question_of(row: Any) -> list[Message]:
         raise Rejected(PromptRejection.NO_QUESTION)
     if speaking[0] == "assistant":
         raise Rejected(PromptRejection.STARTS_WITH_ASSISTANT)
-    first_user = roles.index("user")
+    source = str(row.get("source") or file_name)
+    if not _is_unicode(source):
+        raise Rejected(PromptRejection.BAD_SHAPE)
     messages: list[Message] = []
     if roles[0] == "system" and (system := _text(turns[0])).strip():
         messages.append({"role": "system", "content": system})
-    question = _text(turns[first_user])
-    if not question.strip():
+    first, *later = [turn for role, turn in zip(roles, turns, strict=True) if role == "user"]
+    messages.append({"role": "user", "content": _asked(first)})
+    if which == "first":
+        return Question(source, messages, [], 0)
+    later_turns = list(_sendable(later))
+    return Question(source, messages, later_turns, len(later) - len(later_turns))
+
+
+def _sendable(turns: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The texts of the user's turns up to the first that cannot be sent."""
+    with suppress(Rejected):
+        for turn in turns:
+            yield _asked(turn)
+
+
+def _asked(turn: dict[str, Any]) -> str:
+    """The text of a user turn."""
+    text = _text(turn)
+    if not text.strip():
         raise Rejected(PromptRejection.BLANK)
-    return [*messages, {"role": "user", "content": question}]
+    return text
 
 
 def _role(turn: dict[str, Any]) -> str:
@@ -244,15 +287,17 @@ def _parsed(line: bytes) -> Any:
 
 
 def metrics_of(
-    prompts: list[Prompt], rejected: list[dict[str, Any]], num_unused: int
+    prompts: list[Prompt], questions: dict[str, Question], rejected: list[dict[str, Any]]
 ) -> dict[str, Any]:
     splits: Iterable[str] = [prompt["split"] for prompt in prompts]
     return {
-        "rows_in": len(prompts) + num_unused + len(rejected),
+        "rows_in": len(questions) + len(rejected),
         **count_by(splits, Split),
-        "beyond_cap": num_unused,
+        "beyond_cap": len(questions) - len(prompts),
         "rejected": count_by((row["reason"] for row in rejected), PromptRejection),
         "source": dict(sorted(Counter(prompt["source"] for prompt in prompts).items())),
+        "user_turns": sum(1 + len(prompt["later_turns"]) for prompt in prompts),
+        "user_turns_cut": sum(questions[prompt["key"]].num_cut for prompt in prompts),
     }
 
 

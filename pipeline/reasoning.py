@@ -1,28 +1,52 @@
-"""Whether the verifier thought: the judgement of one answer, and the gate for a whole run.
+"""What the verifier wrote in one answer: did it think, did it close, did it answer?
 
-The judgement rests on token ids. Text can lie in both directions: a server without a reasoning
-parser gives thinking answers with `"reasoning": null`, and marker text spelt in ordinary tokens
-splits the text where no marker was generated.
+`judge` rests on token ids. Text can lie in both directions: a server without a reasoning parser
+gives thinking answers with `"reasoning": null`, and marker text spelt in ordinary tokens splits the
+text where no marker was generated. Text decides only where a trace has no ids (an import).
+
+`cause_of` says why an answer speaks against the whole run; pipeline.gate counts these.
 """
 
 import re
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
 
-from pipeline.errors import GateFailed
 from pipeline.params import Generate
-from pipeline.records import CUT, Status, Trace
+from pipeline.records import Status, Trace
 from pipeline.verifier import VerifierIdentity
 
 # What users write to switch thinking off themselves (Qwen3, GLM).
 SOFT_SWITCH = re.compile(r"/no_?think\b")
 # A cut answer loops when its last tokens are at least this many rounds of the same few tokens.
 LOOP_MAX_PERIOD, LOOP_MIN_ROUNDS, LOOP_MIN_TOKENS = 64, 4, 48
-# What the gate does not count: says nothing about whether the verifier thinks.
+# Says nothing about whether the verifier thinks.
 NOT_JUDGED = frozenset(
     {Status.THINKING_OFF_BY_USER, Status.REJECTED_BY_SERVER, Status.TIMED_OUT, Status.FAILED}
 )
+
+
+class Cause(StrEnum):
+    """Why an answer speaks against the run it comes from. pipeline.diagnosis has the words."""
+
+    THINKING_OFF = "thinking_off"  # the prompt itself closes the think block
+    NOT_THINKING = "not_thinking"  # no think block, or an empty one
+    THINKS_ANYWAY = "thinks_anyway"  # although it was told not to
+    SHORT = "short"  # closed, but below gate.min_reasoning_tokens
+    CUT = "cut"  # max_tokens came before the think-end
+    UNCLOSED = "unclosed"  # it stopped by itself before the think-end
+    NO_ANSWER = "no_answer"  # nothing after the think-end
+    NO_TOKEN_IDS = "no_token_ids"  # the server left out what it was asked for
+    NO_PARSER = "no_parser"  # reasoning and its end tag lie in `content`
+    WRONG_PARSER = "wrong_parser"  # all of it lies in `reasoning`
+    FIELD_RENAMED = "field_renamed"  # reasoning lies in a field of another name
+    REASONING_HIDDEN = "reasoning_hidden"  # generated and billed, but left out of the answer
+    LOOPING = "looping"
+    GARBAGE = "garbage"
+    CONFLICT = "conflict"  # ids and finish_reason contradict each other
+    ABORTED = "aborted"
+    TOOL_CALL = "tool_call"
 
 
 @dataclass(frozen=True)
@@ -35,6 +59,31 @@ class Spans:
     num_starts: int  # think-starts of this turn before the first think-end
 
 
+class Verdict(NamedTuple):
+    """One answer in short: all that a run remembers of it besides where it lies on disk."""
+
+    status: Status
+    cause: Cause | None  # None: nothing speaks against the run
+    prompt_tokens: int
+    generated_tokens: int
+    reasoning_tokens: int
+
+
+def verdict_of(trace: Trace, verifier: VerifierIdentity, params: Generate) -> Verdict:
+    """Judge an answer under the present params; one that never came keeps its status."""
+    status = Status(trace["status"])
+    if trace["token_ids"] or trace["finish_reason"] is not None:  # the server did answer
+        status = judge(trace, verifier, thinking=params.thinking)
+    usage = trace["usage"]
+    return Verdict(
+        status,
+        cause_of(trace, status, verifier, params),
+        len(trace["prompt_token_ids"]) or usage.get("prompt_tokens", 0),
+        len(trace["token_ids"]) or usage.get("completion_tokens", 0),
+        num_reasoning_tokens(trace, verifier),
+    )
+
+
 def spans_of(
     prompt_ids: Sequence[int], token_ids: Sequence[int], verifier: VerifierIdentity
 ) -> Spans:
@@ -43,32 +92,32 @@ def spans_of(
     ends_turn = bool(token_ids) and token_ids[-1] in verifier.end_ids
     stop = len(token_ids) - ends_turn
     prefilled = is_prefilled(prompt_ids, verifier)
-    ends = [i for i, token in enumerate(token_ids[:stop]) if token == verifier.think_end_id]
-    before_end = token_ids[: ends[0]] if ends else token_ids[:stop]
-    starts = [i for i, token in enumerate(before_end) if token == verifier.think_start_id]
-    num_starts = len(starts) + prefilled
+    written = token_ids[:stop]
+    is_closed = verifier.think_end_id in written
+    before_end = written[: written.index(verifier.think_end_id)] if is_closed else written
+    num_starts = before_end.count(verifier.think_start_id) + prefilled
     if num_starts == 0:
         return Spans(None, (offset, offset + stop), ends_turn, 0)
-    begin = offset if prefilled else offset + starts[0] + 1
-    if not ends:
-        return Spans((begin, offset + stop), None, ends_turn, num_starts)
-    end = offset + ends[0]
-    return Spans((begin, end), (end + 1, offset + stop), ends_turn, num_starts)
+    begin = offset if prefilled else offset + before_end.index(verifier.think_start_id) + 1
+    end = offset + len(before_end)
+    answer = (end + 1, offset + stop) if is_closed else None
+    return Spans((begin, end), answer, ends_turn, num_starts)
 
 
 def is_prefilled(prompt_ids: Sequence[int], verifier: VerifierIdentity) -> bool:
-    """Whether the chat template itself opened a think block that the verifier is to close.
+    """Whether the chat template itself opened a think block that the verifier is to close."""
+    return _last_marker(prompt_ids, verifier) == verifier.think_start_id
 
-    Only the generation prompt counts, which is what follows the last control token: a think token
-    that a user typed into the question opens nothing.
-    """
-    closing = {verifier.think_end_id, *verifier.end_ids, *verifier.control_ids}
-    for token in reversed(prompt_ids):
-        if token == verifier.think_start_id:
-            return True
-        if token in closing:
-            return False
-    return False
+
+def is_closed_by_prompt(prompt_ids: Sequence[int], verifier: VerifierIdentity) -> bool:
+    """Whether the chat template closed the think block, which switches thinking off."""
+    return _last_marker(prompt_ids, verifier) == verifier.think_end_id
+
+
+def _last_marker(prompt_ids: Sequence[int], verifier: VerifierIdentity) -> int | None:
+    """The last think, end or control token. A think token before it, which a user may have typed
+    into the question, is no part of the generation prompt."""
+    return next((t for t in reversed(prompt_ids) if t in verifier.markers), None)
 
 
 def judge(trace: Trace, verifier: VerifierIdentity, *, thinking: bool) -> Status:
@@ -76,26 +125,29 @@ def judge(trace: Trace, verifier: VerifierIdentity, *, thinking: bool) -> Status
 
     `thinking` is what was asked for; without it an answer needs no reasoning to be ok.
     """
-    ids, finish = trace["token_ids"], trace["finish_reason"]
-    if finish == "tool_calls":
+    finish = trace["finish_reason"]
+    if finish == "tool_calls" or trace.get("tool_calls"):
         return Status.TOOL_CALL
     if finish not in ("stop", "length"):
         return Status.ABORTED
+    if not trace["token_ids"]:
+        return _judge_text(trace, thinking=thinking)
+    ids = trace["token_ids"]
     spans = spans_of(trace["prompt_token_ids"], ids, verifier)
     if (finish == "stop") != spans.ends_turn:
         return Status.PARSER_CONFLICT
     if finish == "length" and (period := loop_period(ids)):
         return Status.GARBAGE if period == 1 else Status.LOOPING
-    blank = frozenset(verifier.blank_ids)
     tokens = [*trace["prompt_token_ids"], *ids]
 
     def is_blank(span: tuple[int, int]) -> bool:
-        return blank.issuperset(tokens[slice(*span)])
+        return verifier.blank.issuperset(tokens[slice(*span)])
 
     if thinking:
+        if spans.num_starts == 0 and verifier.think_end_id in ids:
+            return Status.PARSER_CONFLICT  # it closes what nobody opened
         if spans.reasoning is None or (spans.answer is not None and is_blank(spans.reasoning)):
-            asked = any(SOFT_SWITCH.search(m["content"]) for m in trace["messages"])
-            return Status.THINKING_OFF_BY_USER if asked else Status.EMPTY_REASONING
+            return _without_reasoning(trace)
         if spans.num_starts > 1:
             return Status.PARSER_CONFLICT
         if spans.answer is None:
@@ -108,99 +160,118 @@ def judge(trace: Trace, verifier: VerifierIdentity, *, thinking: bool) -> Status
     return Status.TRUNCATED_IN_ANSWER if finish == "length" else Status.OK
 
 
-def loop_period(ids: Sequence[int]) -> int:
-    """The number of tokens that the end of `ids` repeats over and over; 0 if it does not."""
+def _judge_text(trace: Trace, *, thinking: bool) -> Status:
+    """The same from `reasoning` and `content`, for an answer without ids."""
+    reasoning, content = _text(trace, "reasoning"), _text(trace, "content")
+    if reasoning and not thinking:
+        return Status.PARSER_CONFLICT  # it thinks although it was told not to
+    if trace["finish_reason"] == "length":
+        if period := loop_period(content or reasoning):
+            return Status.GARBAGE if period == 1 else Status.LOOPING
+        # Some parsers put a reasoning that was cut into `content`: one text alone is reasoning.
+        cut_late = (reasoning and content) or not thinking
+        return Status.TRUNCATED_IN_ANSWER if cut_late else Status.TRUNCATED_IN_REASONING
+    if thinking and not reasoning:
+        return _without_reasoning(trace) if content else Status.PARSER_CONFLICT
+    if not content:  # with reasoning alone, the text cannot tell where it ended
+        return Status.PARSER_CONFLICT if reasoning else Status.EMPTY_ANSWER
+    return Status.OK
+
+
+def _without_reasoning(trace: Trace) -> Status:
+    asked = any(
+        SOFT_SWITCH.search(message["content"])
+        for message in trace["messages"]
+        if message["role"] != "assistant"
+    )
+    return Status.THINKING_OFF_BY_USER if asked else Status.EMPTY_REASONING
+
+
+def loop_period(tokens: Sequence[Any]) -> int:
+    """The number of tokens that the end of `tokens` repeats over and over; 0 if it does not."""
     for period in range(1, LOOP_MAX_PERIOD + 1):
         length = max(LOOP_MIN_TOKENS, period * LOOP_MIN_ROUNDS)
-        tail = ids[-length:]
-        if len(tail) == length and list(tail[period:]) == list(tail[:-period]):
+        tail = tokens[-length:]
+        if len(tail) == length and tail[period:] == tail[:-period]:
             return period
     return 0
 
 
 def num_reasoning_tokens(trace: Trace, verifier: VerifierIdentity) -> int:
+    """By ids; of a trace without ids, what the server billed as reasoning."""
+    if not trace["token_ids"]:
+        return trace["usage"].get("reasoning_tokens", 0)
     reasoning = spans_of(trace["prompt_token_ids"], trace["token_ids"], verifier).reasoning
     return reasoning[1] - reasoning[0] if reasoning else 0
 
 
-class Gate:
-    """Stops a run whose answers lack reasoning.
+def split_content(trace: Trace, verifier: VerifierIdentity) -> tuple[str, str] | None:
+    """Reasoning and answer of a `content` that no parser split; None when there is none to split.
 
-    Of the first `num_samples` answers of a run, and of all at its end, `min_reasoning_fraction`
-    must be good. In between any `num_samples` in a row may hold half as many: a healthy run has
-    its bad stretches, and one in which the verifier stops thinking has no good ones.
+    The first closing tag splits, if the ids hold a think-end at all (a tag can be the topic of an
+    answer), and the white space next to the tags stays.
     """
-
-    def __init__(self, params: Generate, verifier: VerifierIdentity) -> None:
-        self._params, self._verifier = params, verifier
-        self._window: deque[Trace] = deque(maxlen=params.gate.num_samples)
-        self._num_judged = 0
-
-    def add(self, trace: Trace) -> None:
-        """Judge the next answer of a run. Raises GateFailed with the diagnosis."""
-        if trace["status"] in NOT_JUDGED:
-            return
-        self._window.append(trace)
-        self._num_judged += 1
-        fraction = self._params.gate.min_reasoning_fraction
-        if self._num_judged == self._window.maxlen:
-            self._require(self._window, fraction)
-        elif self._num_judged > self._params.gate.num_samples:
-            self._require(self._window, fraction / 2)
-
-    def check(self, traces: Iterable[Trace]) -> None:
-        """Judge answers in no order. Raises GateFailed with the diagnosis."""
-        judged = [trace for trace in traces if trace["status"] not in NOT_JUDGED]
-        self._require(judged, self._params.gate.min_reasoning_fraction)
-
-    def is_bad(self, trace: Trace) -> bool:
-        """Whether an answer lacks reasoning for a reason that asking again may mend. Cut ones are
-        asked again when max_tokens grows."""
-        return trace["status"] not in NOT_JUDGED | CUT and not self._is_good(trace)
-
-    def _is_good(self, trace: Trace) -> bool:
-        if trace["status"] not in (Status.OK, Status.TRUNCATED_IN_ANSWER):
-            return False
-        shortest = self._params.gate.min_reasoning_tokens
-        return not self._params.thinking or num_reasoning_tokens(trace, self._verifier) >= shortest
-
-    def _require(self, traces: Collection[Trace], fraction: float) -> None:
-        bad = [trace for trace in traces if not self._is_good(trace)]
-        if traces and 1 - len(bad) / len(traces) < fraction:
-            raise GateFailed(diagnosis(bad, len(traces), self._params))
+    content = trace.get("content") or ""
+    generated_end = not trace["token_ids"] or verifier.think_end_id in trace["token_ids"]
+    if _text(trace, "reasoning") or verifier.think_end not in content or not generated_end:
+        return None
+    before, _, answer = content.partition(verifier.think_end)
+    ahead, opened, reasoning = before.partition(verifier.think_start)
+    return (reasoning if opened and not ahead.strip() else before), answer
 
 
-def diagnosis(bad: list[Trace], num_judged: int, params: Generate) -> str:
-    """What is wrong with the run, and the line of params.yaml to change, from its bad answers."""
-    status, _ = Counter(Status(trace["status"]) for trace in bad).most_common(1)[0]
-    cause = {
-        Status.EMPTY_REASONING: (
-            "the verifier did not think. Check generate.thinking_switch "
-            f"({params.thinking_switch}): a name that the chat template does not know is ignored"
-        ),
-        Status.TRUNCATED_IN_REASONING: (
-            f"generate.max_tokens {params.max_tokens} cuts the reasoning; raise it"
-        ),
-        Status.UNCLOSED_REASONING: "the reasoning never closes. Check think.end and think.end_id",
-        Status.EMPTY_ANSWER: "there is no answer after the reasoning",
-        Status.LOOPING: "the verifier repeats itself. Check verifier.dtype and the sampling",
-        Status.GARBAGE: "the verifier writes one token over and over. Check verifier.dtype and "
-        "verifier.quantization",
-        Status.PARSER_CONFLICT: (
-            "token ids and finish_reason contradict each other. Check think.*"
-            if params.thinking
-            else "the verifier thinks although generate.thinking is false. Check "
-            f"generate.thinking_switch ({params.thinking_switch})"
-        ),
-        Status.OK: (
-            "the reasoning has fewer tokens than generate.gate.min_reasoning_tokens "
-            f"{params.gate.min_reasoning_tokens}"
-        ),
-    }.get(status, f"most answers end as {status}")
-    shown = "\n".join(
-        f'  {{"reasoning": {t.get("reasoning")!r:.80}, "content": {t.get("content")!r:.80}, '
-        f'"status": "{t["status"]}"}}'
-        for t in bad[:2]
-    )
-    failed = f"{len(bad)} of {num_judged} answers fail the reasoning gate"
-    return f"{failed}: {cause}. Two of them:\n{shown}"
+def cause_of(
+    trace: Trace, status: Status, verifier: VerifierIdentity, params: Generate
+) -> Cause | None:
+    """Why this answer speaks against the run; None if it does not."""
+    if status in NOT_JUDGED:
+        return None
+    by_text = not trace["token_ids"] and not trace.get("imported")
+    if by_text and status not in (Status.ABORTED, Status.TOOL_CALL):
+        return _fault_of_text(trace) or Cause.NO_TOKEN_IDS
+    prompt_ids = trace["prompt_token_ids"]
+    match status:
+        case Status.EMPTY_REASONING:
+            off = is_closed_by_prompt(prompt_ids, verifier)
+            return Cause.THINKING_OFF if off else Cause.NOT_THINKING
+        case Status.PARSER_CONFLICT:
+            thought = num_reasoning_tokens(trace, verifier) or (
+                not trace["token_ids"] and _text(trace, "reasoning")
+            )
+            return Cause.THINKS_ANYWAY if thought and not params.thinking else Cause.CONFLICT
+        case Status.OK | Status.TRUNCATED_IN_ANSWER:
+            if not params.thinking or trace.get("imported"):
+                return None
+            if num_reasoning_tokens(trace, verifier) < params.gate.min_reasoning_tokens:
+                return Cause.SHORT
+            return _fault_of_text(trace)
+    return {
+        Status.TRUNCATED_IN_REASONING: Cause.CUT,
+        Status.UNCLOSED_REASONING: Cause.UNCLOSED,
+        Status.EMPTY_ANSWER: Cause.NO_ANSWER,
+        Status.LOOPING: Cause.LOOPING,
+        Status.GARBAGE: Cause.GARBAGE,
+        Status.ABORTED: Cause.ABORTED,
+        Status.TOOL_CALL: Cause.TOOL_CALL,
+    }[status]
+
+
+def _fault_of_text(trace: Trace) -> Cause | None:
+    """What the server did to the text of an answer that does hold reasoning and an answer."""
+    if trace.get("unsplit"):
+        return Cause.NO_PARSER
+    reasoning, content = _text(trace, "reasoning"), _text(trace, "content")
+    if reasoning:
+        answered = content or trace["finish_reason"] != "stop"
+        return None if answered else Cause.WRONG_PARSER
+    if trace.get("other_fields"):
+        return Cause.FIELD_RENAMED
+    if trace["usage"].get("reasoning_tokens") or not content:
+        return Cause.REASONING_HIDDEN
+    # Neither split nor billed as reasoning: the tags were dropped from the text as special tokens.
+    return Cause.NO_PARSER if trace["token_ids"] else None
+
+
+def _text(trace: Trace, field: str) -> str:
+    """`reasoning` or `content` without white space around it; "" for null and absent too."""
+    return str(trace.get(field) or "").strip()

@@ -9,14 +9,14 @@ Run      python -m pipeline.reassemble
 
 A sequence is the server's own prompt ids followed by its own generated ids: no chat template ever
 renders a finished turn and nothing is tokenized again. What breaks an invariant is rejected with
-its reason; nothing is repaired.
+its reason; nothing is repaired. Each turn of a conversation is a sequence of its own.
 """
 
 import hashlib
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +72,17 @@ def main() -> None:
         )
     rows: dict[str, list[dict[str, Any]]] = {split: [] for split in Split}
     rejected: list[dict[str, Any]] = []
-    num_traces = 0
-    with progress_bar("reassembling", num_prompts(), "traces") as bar:
-        for prompt, trace in prompts_and_traces():
-            num_traces += 1
-            try:
-                row = sequence_of(
-                    prompt, trace, verifier, params.reassemble, thinking=params.generate.thinking
-                )
-                rows[prompt["split"]].append(row)
-            except Rejected as rejection:
-                rejected.append({"sample_id": trace["sample_id"], "reason": rejection.reason.value})
+    num_traces, thinking = 0, params.generate.thinking
+    with progress_bar("reassembling", num_prompts(), "questions") as bar:
+        for prompt, traces in prompts_and_traces():
+            num_traces += len(traces)
+            for trace in traces:
+                try:
+                    row = sequence_of(prompt, trace, verifier, params.reassemble, thinking=thinking)
+                    rows[prompt["split"]].append(row)
+                except Rejected as rejection:
+                    reason = rejection.reason.value
+                    rejected.append({"sample_id": trace["sample_id"], "reason": reason})
             bar.advance(1, f"{len(rejected)} rejected")
     for split in Split:
         if not rows[split]:
@@ -110,13 +110,23 @@ def num_prompts() -> int:
     return sum(1 for _ in read_jsonl(PROMPTS_PATH))
 
 
-def prompts_and_traces() -> Iterator[tuple[Prompt, Trace]]:
-    """Each prompt with its trace: `generate` leaves exactly one a prompt, in the same order."""
-    traces = (row for part in sorted(TRACES.glob("part-*.jsonl")) for row in read_jsonl(part))
-    for prompt, trace in zip_longest(read_jsonl(PROMPTS_PATH), traces):
-        if not prompt or not trace or prompt["sample_id"] != trace["sample_id"]:
+def prompts_and_traces() -> Iterator[tuple[Prompt, list[Trace]]]:
+    """Each prompt with the traces of its turns, as `generate` leaves them: prompt by prompt,
+    `_gen0`, `_gen1` … up to its last turn, or to the one that the conversation stopped at."""
+    stored = (row for part in sorted(TRACES.glob("part-*.jsonl")) for row in read_jsonl(part))
+    by_prompt = groupby(stored, key=lambda row: row["sample_id"].rpartition("_gen")[0])
+    for prompt, group in zip_longest(read_jsonl(PROMPTS_PATH), by_prompt):
+        traces = list(group[1]) if group else []
+        found = [trace["sample_id"] for trace in traces]
+        if not prompt or not found or found != turn_ids(prompt)[: len(found)]:
             raise DataError(f"{TRACES} does not answer {PROMPTS_PATH}; `dvc repro generate` does")
-        yield prompt, trace  # type: ignore[misc]  # TypedDicts as stored
+        yield prompt, traces  # type: ignore[misc]  # TypedDicts as stored
+
+
+def turn_ids(prompt: dict[str, Any]) -> list[str]:
+    """The sample ids that the answers to a prompt may have: q_gen0, q_gen1 …"""
+    base = prompt["sample_id"].removesuffix("0")
+    return [f"{base}{turn}" for turn in range(1 + len(prompt["later_turns"]))]
 
 
 def sequence_of(
@@ -135,9 +145,11 @@ def sequence_of(
     status = Status(trace["status"])
     if status not in TRAINABLE:
         raise Rejected(status)
+    prompt_ids, token_ids = trace["prompt_token_ids"], trace["token_ids"]
+    if not prompt_ids and not token_ids:
+        raise Rejected(SequenceRejection.NO_TOKEN_IDS)
     if status in TRUNCATED and params.truncated == "drop":
         raise Rejected(SequenceRejection.TRUNCATED)
-    prompt_ids, token_ids = trace["prompt_token_ids"], trace["token_ids"]
     spans = spans_of(prompt_ids, token_ids, verifier)
     check_ids(trace, status, spans, verifier, thinking=thinking)
     length = len(prompt_ids) + len(token_ids)

@@ -44,7 +44,7 @@ class PromptRejection(StrEnum):
     TOOLS = "tools"  # tool turns or a tools column: nothing here answers tool calls
     MULTIMODAL = "multimodal"  # content parts that are no text
     BLANK = "blank"  # a question of white space
-    DUPLICATE = "duplicate"  # the same messages as an earlier row
+    DUPLICATE = "duplicate"  # begins as an earlier row does
 
 
 class Prompt(TypedDict):
@@ -55,7 +55,8 @@ class Prompt(TypedDict):
     key: str  # sha256 of messages
     sample_id: str
     source: str  # where the raw row says it comes from
-    messages: list[Message]
+    messages: list[Message]  # up to the first question
+    later_turns: list[str]  # the user's further questions (prompts.turns: all)
 
 
 class Status(StrEnum):
@@ -96,14 +97,18 @@ class Trace(TypedDict):
     messages: list[Message]
     reasoning: NotRequired[str | None]  # as the server gave it: text, "", null, or absent
     content: NotRequired[str | None]
+    unsplit: NotRequired[bool]  # no parser split them: both were one text in `content`
+    other_fields: NotRequired[list[str]]  # further fields of the message that hold text
+    tool_calls: NotRequired[list[Any]]
+    imported: NotRequired[bool]  # `generate --import`: made elsewhere
     finish_reason: str | None
     prompt_token_ids: list[int]
     token_ids: list[int]
-    usage: dict[str, int]
+    usage: dict[str, int]  # reasoning_tokens among them, where the server counts them
     sampling: dict[str, Any]  # as sent, max_tokens included
+    max_model_len: int  # the context it was asked at
     attempts: int
     error: NotRequired[str]  # for rejected_by_server, timed_out and failed
-    max_model_len: NotRequired[int]  # likewise: the context it was asked at
     server_version: str
 
 
@@ -117,6 +122,7 @@ class SequenceRejection(StrEnum):
     END_OF_TURN = "end_of_turn"  # missing after stop, or present after length
     CONTROL_TOKEN = "control_token"  # a control token inside the generated turn
     USAGE = "usage"  # token counts differ from what the server billed
+    NO_TOKEN_IDS = "no_token_ids"  # text alone is no exact sequence
 
 
 # The columns of data/sequences/{train,held_out}. speculators reads the first three; spans are

@@ -11,6 +11,7 @@ ends what is left of the session. Output goes to logs/vllm-<name>.log.
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,34 @@ QUIET_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALL
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that speaks the OpenAI API."""
+    """A server that speaks the OpenAI API; one of our own knows its process and its log."""
 
     base_url: str  # ends in /v1
     model: str  # the name it serves under
     version: str
     max_model_len: int
+    process: subprocess.Popen[bytes] | None = field(default=None, compare=False, repr=False)
+    log: Path | None = field(default=None, compare=False, repr=False)
 
     @property
     def metrics_url(self) -> str:
         return self.base_url.removesuffix("/v1") + "/metrics"
+
+    @property
+    def tokenize_url(self) -> str:
+        return self.base_url.removesuffix("/v1") + "/tokenize"
+
+    @property
+    def died(self) -> bool:
+        """Whether this is a server of our own whose process has ended."""
+        return self.process is not None and self.process.poll() is not None
+
+    @property
+    def last_words(self) -> str:
+        """How a server of our own ended: its code and vLLM's own last error."""
+        assert self.process is not None
+        assert self.log is not None
+        return _last_words(self.process, self.log)
 
 
 def serve_command(verifier: Verifier, extra_args: Sequence[str] = ()) -> list[str]:
@@ -196,17 +215,14 @@ def _wait_until_ready(server: _Server) -> Endpoint:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
-            raise ServerError(
-                f"vLLM ended with code {server.process.returncode} before it was ready: "
-                f"{_last_error(server.log)} (all of it in {server.log})"
-            )
+            raise ServerError(f"{_last_words(server.process, server.log)}, before it was ready")
         try:
             endpoint = meet(server.base_url)
         except ServerError:
             time.sleep(0.25)
         else:
             server.ready = True
-            return endpoint
+            return replace(endpoint, process=server.process, log=server.log)
     raise ServerError(f"vLLM was not ready after {START_TIMEOUT_S} s (see {server.log})")
 
 
@@ -253,8 +269,17 @@ def meet_all(base_urls: Sequence[str], verifier: Verifier) -> list[Endpoint]:
     return endpoints
 
 
+def _last_words(process: subprocess.Popen[bytes], log: Path) -> str:
+    return f"vLLM ended with code {process.returncode}: {_last_error(log)} (all of it in {log})"
+
+
 def _last_error(log: Path) -> str:
-    """vLLM's own reason: the last line that names an error, without the log prefix."""
+    """vLLM's own reason: the last line that names an error, without the log prefix.
+
+    `… 500 Internal Server Error` in the access log names none, and `EngineDeadError: …` only says
+    that the reason stands above it.
+    """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    named = [line for line in lines if "Error" in line or "error:" in line]
-    return (named or lines or ["no output"])[-1].split("] ", 1)[-1].strip()[:300]
+    named = [line for line in lines if re.search(r"(Error|Exception|error):", line)]
+    telling = [line for line in named if "EngineDeadError" not in line]
+    return (telling or named or lines or ["no output"])[-1].split("] ", 1)[-1].strip()[:300]

@@ -6,6 +6,7 @@ through every `with`, and says what went wrong in one line; the traceback goes t
 """
 
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ STAGES = (
     "benchmark",
 )
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def run_stage(name: str, main: Callable[[], None]) -> None:
@@ -52,12 +54,10 @@ def run_stage(name: str, main: Callable[[], None]) -> None:
         sys.exit(1)
     except Exception as error:
         log = _log_traceback(name)
-        err.print(
-            f"{name}: unexpected {type(error).__name__}: {error} (traceback in {log})",
-            style="bold red",
-            markup=False,
-            soft_wrap=True,
-        )
+        what = f"unexpected {type(error).__name__}: {error} (traceback in {log})"
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            what = f"{error.strerror}; what is stored stays, make room and run again"
+        err.print(f"{name}: {what}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(1)
 
 

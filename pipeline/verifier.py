@@ -5,6 +5,7 @@ and compares the files and the server it meets with it.
 """
 
 import hashlib
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -53,6 +54,16 @@ class VerifierIdentity(BaseModel):
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
+
+    @cached_property
+    def blank(self) -> frozenset[int]:
+        return frozenset(self.blank_ids)
+
+    @cached_property
+    def markers(self) -> frozenset[int]:
+        """Think, end and control tokens: all that is no text."""
+        think = (self.think_start_id, self.think_end_id)
+        return frozenset((*think, *self.end_ids, *self.control_ids))
 
 
 def fingerprint(weights: list[FileIdentity]) -> str:

@@ -36,9 +36,13 @@ SMALL = {
     "think.end_id": THINK_END,
     "prompts.num_held_out": 1,
     "prompts.sample_cap": 100,
+    "prompts.turns": "first",
     "generate.concurrency": 4,
     "generate.timeout_s": 30,
+    "generate.stall_s": 30,
     "generate.max_tokens": 512,
+    "generate.on_truncated": "keep",
+    "generate.retry_max_tokens": 768,
     "generate.temperature": 0.0,
     "generate.top_p": 1.0,
     "generate.top_k": 0,
@@ -95,6 +99,7 @@ class Project:
                 "sample_id": f"{question}_gen0",
                 "source": "test",
                 "messages": [{"role": "user", "content": question}],
+                "later_turns": [],
             }
             for index, question in enumerate(questions)
         ]
@@ -115,10 +120,16 @@ class Project:
         files = sorted(path for pattern in patterns for path in self.root.glob(pattern))
         return {str(f.relative_to(self.root)): f.read_bytes() for f in files if f.is_file()}
 
-    def start(self, stage: str, **environment: str) -> subprocess.Popen[str]:
-        """Run a stage as DVC does, in a process of its own."""
+    def start(
+        self,
+        stage: str,
+        limits: Callable[[], None] | None = None,
+        **environment: str,
+    ) -> subprocess.Popen[str]:
+        """Run a stage as DVC does, in a process of its own; `limits` is called in it first."""
         return subprocess.Popen(
             [sys.executable, "-m", f"pipeline.{stage}"],
+            preexec_fn=limits,
             cwd=self.root,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdin=subprocess.DEVNULL,
@@ -239,6 +250,7 @@ def trace_of() -> Callable[..., dict[str, Any]]:
             "token_ids": generated,
             "usage": {"prompt_tokens": len(asked), "completion_tokens": len(generated)},
             "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_tokens": 512},
+            "max_model_len": 1024,
             "attempts": 1,
             "server_version": "0.32.0",
         }

@@ -1,10 +1,15 @@
 """Many requests at once: what is on the wire, what is repeated, and what ends the run."""
 
+import asyncio
+import random
+import resource
+from dataclasses import replace
+
 import pytest
 
 from pipeline.client import Answer, Request, ask_all, run
-from pipeline.errors import BadRun, PipelineError, ServerError
-from pipeline.generate import request_body
+from pipeline.errors import BadRun, PipelineError, ServerStopped
+from pipeline.exchange import request_body
 from pipeline.params import load_params
 from pipeline.server import Endpoint
 from tests.fake_server import (
@@ -14,6 +19,7 @@ from tests.fake_server import (
     cut_off,
     fail,
     in_two_chunks,
+    prompt_ids,
     reset,
     silence,
     torn_json,
@@ -21,37 +27,58 @@ from tests.fake_server import (
 )
 
 
-def endpoint_of(server: FakeServer) -> Endpoint:
-    return Endpoint(server.base_url, MODEL, VERSION, 1024)
+def endpoint_of(server: FakeServer, **own: object) -> Endpoint:
+    """`process` and `log` make it a server of our own."""
+    return replace(Endpoint(server.base_url, MODEL, VERSION, 1024), **own)
 
 
-def request(question: str) -> Request:
+def request(question: str, **changes: object) -> Request:
     body = {
         "messages": [{"role": "user", "content": question}],
         "max_tokens": 100,
         "return_token_ids": True,
     }
-    return Request(question, body)
+    return Request(question, body | changes)
 
 
 def ask(
-    servers: FakeServer | list[FakeServer],
+    servers: FakeServer | Endpoint | list[FakeServer | Endpoint],
     questions: list[str],
     concurrency: int = 4,
     timeout_s: float = 30,
+    stall_s: float | None = None,
     answers: dict[str, Answer] | None = None,
 ) -> dict[str, Answer]:
     """The answers by question; those that came before an error are in `answers`."""
     answers = {} if answers is None else answers
-    endpoints = [endpoint_of(s) for s in (servers if isinstance(servers, list) else [servers])]
+    endpoints = [
+        endpoint_of(server) if isinstance(server, FakeServer) else server
+        for server in (servers if isinstance(servers, list) else [servers])
+    ]
 
     def on_answer(answer: Answer) -> None:
         assert answer.key not in answers, "answered twice"
         answers[answer.key] = answer
 
     requests = [request(question) for question in questions]
-    run(ask_all(requests, endpoints, concurrency, timeout_s, on_answer))
+    run(ask_all(requests, endpoints, concurrency, timeout_s, on_answer, stall_s=stall_s))
     return answers
+
+
+@pytest.fixture
+def pauses(monkeypatch) -> list[float]:
+    """Records how long the client wants to wait, and lets it go on at once; no jitter."""
+    asked_for: list[float] = []
+    sleep = asyncio.sleep
+
+    async def at_once(delay: float, *rest: object) -> None:
+        if delay:
+            asked_for.append(delay)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    monkeypatch.setattr(random, "uniform", lambda low, high: 1.0)
+    return asked_for
 
 
 def test_the_wire_carries_every_sampling_value_and_nothing_else(project, server):
@@ -60,12 +87,11 @@ def test_the_wire_carries_every_sampling_value_and_nothing_else(project, server)
             "generate.temperature": 0.6,
             "generate.top_p": 0.95,
             "generate.top_k": 20,
-            "generate.max_tokens": 77,
             "generate.thinking_switch": "thinking",
         }
     )
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
-    body = request_body({"messages": messages}, load_params().generate)
+    body = request_body(messages, load_params().generate, 77)
     run(ask_all([Request("k", body)], [endpoint_of(server)], 1, 30, lambda answer: None))
     assert server.bodies == [
         {
@@ -89,11 +115,11 @@ def test_the_wire_carries_every_sampling_value_and_nothing_else(project, server)
 def test_thinking_off_is_sent_as_false_and_no_switch_as_nothing(project):
     messages = [{"role": "user", "content": "Q"}]
     project.set(**{"generate.thinking": False})
-    body = request_body({"messages": messages}, load_params().generate)
+    body = request_body(messages, load_params().generate, 77)
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert body["chat_template_kwargs"]["enable_thinking"] is False
     project.set(**{"generate.thinking_switch": None})
-    body = request_body({"messages": messages}, load_params().generate)
+    body = request_body(messages, load_params().generate, 77)
     assert not body.get("chat_template_kwargs")
 
 
@@ -102,6 +128,24 @@ def test_an_answer_is_the_servers_json_as_it_came(server):
     assert (answer.outcome, answer.attempts, answer.error) == ("answered", 1, None)
     assert answer.body["choices"][0]["token_ids"] == written("Q")
     assert answer.endpoint.version == "0.32.0"
+    assert answer.max_tokens == 100
+
+
+def test_a_follow_up_is_sent_before_anything_new(server):
+    """The next turn, or the same with a larger budget: one generation a question at a time."""
+    follow_ups = {"Q1": "Q1 more", "Q1 more": "Q1 most", "Q3": "Q3 more"}
+    answers: list[tuple[str, str]] = []
+
+    def on_answer(answer: Answer) -> Request | None:
+        answers.append((answer.key, answer.outcome))
+        return request(follow_ups[answer.key]) if answer.key in follow_ups else None
+
+    server.when("Q1 more", fail(400))
+    requests = [request(question) for question in ("Q1", "Q2", "Q3", "Q4")]
+    run(ask_all(requests, [endpoint_of(server)], 1, 30, on_answer))
+    assert server.questions == ["Q1", "Q1 more", "Q1 most", "Q2", "Q3", "Q3 more", "Q4"]
+    assert [key for key, _ in answers] == server.questions
+    assert answers[1] == ("Q1 more", "refused")
 
 
 def test_as_many_requests_as_asked_for_are_really_in_flight():
@@ -109,6 +153,18 @@ def test_as_many_requests_as_asked_for_are_really_in_flight():
     with FakeServer(together=128) as server:
         assert len(ask(server, questions, concurrency=128)) == 128
         assert server.peak == 128
+
+
+def test_a_login_shells_limit_of_open_files_is_no_bound():
+    """1,024 on most systems, and each connection is an open file; here in small."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with FakeServer(together=128) as server:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+        try:
+            answers = ask(server, [f"Q{n}" for n in range(128)], concurrency=128)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert {answer.attempts for answer in answers.values()} == {1}
 
 
 def test_no_more_requests_than_asked_for_are_in_flight(server):
@@ -158,8 +214,8 @@ def test_the_key_stands_in_no_stored_error(server, monkeypatch):
 
 @pytest.mark.parametrize(
     "act",
-    [fail(408), fail(409), fail(429), fail(500), fail(503), reset, torn_json, cut_off],
-    ids=["408", "409", "429", "500", "503", "reset", "torn_json", "cut_off"],
+    [fail(408), fail(409), fail(500), fail(502), reset, torn_json, cut_off],
+    ids=["408", "409", "500", "502", "reset", "torn_json", "cut_off"],
 )
 def test_a_passing_fault_is_survived(server, act):
     server.when("Q", act, act)
@@ -181,6 +237,157 @@ def test_a_lasting_fault_of_one_question_fails_after_three_attempts(server, act,
     assert answers["Q2"].error
     assert server.questions.count("Q2") == 3
     assert answers["Q3"].outcome == "answered"
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_up_to_eight_times(server, status):
+    server.when("Q1", *[fail(status)] * 7)
+    server.when("Q2", *[fail(status, "come back")] * 20)
+    answers = ask(server, ["Q1", "Q2"])
+    assert (answers["Q1"].outcome, answers["Q1"].attempts) == ("answered", 8)
+    assert (answers["Q2"].outcome, answers["Q2"].attempts) == ("failed", 8)
+    assert answers["Q2"].error == f"HTTP {status}: come back"
+    assert server.questions.count("Q2") == 8
+
+
+@pytest.mark.parametrize(
+    ("statuses", "attempts"),
+    [
+        ([429, 500, 429, 500, 429, 500, 429], 6),  # the third fault ends it
+        ([429, 500, 429, 429, 500, 429, 429, 429, 429], 8),
+        ([500, 500, 429, 429, 429, 429, 429, 429, 429], 8),
+    ],
+)
+def test_busy_answers_and_faults_have_their_own_count_and_one_in_common(server, statuses, attempts):
+    server.when("Q", *[fail(status) for status in statuses])
+    answer = ask(server, ["Q"])["Q"]
+    assert (answer.outcome, answer.attempts) == ("failed", attempts)
+    assert len(server.bodies) == attempts
+
+
+def test_a_busy_server_is_given_twice_the_time_after_each_try_up_to_a_minute(pauses):
+    with FakeServer() as server:
+        server.always(fail(429))
+        ask(server, ["Q"])
+    assert pauses == [1, 2, 4, 8, 16, 32, 60]
+
+
+def test_a_fault_is_followed_by_a_short_pause(pauses):
+    with FakeServer() as server:
+        server.always(fail(500))
+        ask(server, ["Q"])
+    assert pauses == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "pause"),
+    [
+        ("7", 7),
+        ("0.5", 0.5),
+        ("86400", 60),
+        ("0", 1),
+        ("-3", 1),
+        ("nan", 1),
+        ("soon", 1),
+        ("Wed, 21 Oct 2026 07:28:00 GMT", 1),
+    ],
+)
+def test_a_busy_server_that_names_a_time_gets_it(pauses, retry_after, pause):
+    with FakeServer() as server:
+        server.next(fail(429, retry_after=retry_after))
+        assert ask(server, ["Q"])["Q"].outcome == "answered"
+    assert pauses == [pause]
+
+
+@pytest.mark.parametrize("retry_after", [None, "5"])
+def test_requests_refused_in_one_moment_do_not_come_back_in_one(monkeypatch, pauses, retry_after):
+    draw = random.Random(0)
+    monkeypatch.setattr(random, "uniform", lambda low, high: draw.uniform(low, high))
+    with FakeServer() as server:
+        server.next(*[fail(503, retry_after=retry_after)] * 20)
+        ask(server, [f"Q{n}" for n in range(20)], concurrency=20)
+    assert len(set(pauses)) == 20
+    assert min(pauses) >= (5 if retry_after else 0.5)
+
+
+# a budget that exceeds the context
+
+
+BIG = 1000  # of 1,024, with a question of 33 tokens
+
+
+def ask_big(server: FakeServer, question: str = "Q" * 30, **changes: object) -> Answer:
+    answers: list[Answer] = []
+    asked = request(question, **({"max_tokens": BIG} | changes))
+    run(ask_all([asked], [endpoint_of(server)], 1, 30, answers.append))
+    [answer] = answers
+    return answer
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_budget_that_alone_is_too_large_is_cut_to_what_the_prompt_leaves(thinking):
+    """C10. Thinking off is two more prompt tokens here, so the switch must be counted with."""
+    messages = [{"role": "user", "content": "Q" * 30}]
+    room = 1024 - len(prompt_ids(messages, thinking=thinking))
+    switch = {"enable_thinking": thinking}
+    with FakeServer(clamps=False) as server:
+        answer = ask_big(server, chat_template_kwargs=switch)
+        assert [body["max_tokens"] for body in server.bodies] == [BIG, room]
+        assert server.tokenize_bodies == [
+            {
+                "model": MODEL,
+                "messages": messages,
+                "add_generation_prompt": True,
+                "chat_template_kwargs": switch,
+            }
+        ]
+    assert (answer.outcome, answer.max_tokens, answer.attempts) == ("answered", room, 2)
+    assert answer.body["choices"][0]["token_ids"] == written("Q" * 30, thinking=thinking)
+
+
+def test_a_server_that_cuts_the_budget_by_itself_is_asked_once():
+    with FakeServer() as server:
+        answer = ask_big(server)
+        assert (answer.outcome, answer.max_tokens, answer.attempts) == ("answered", BIG, 1)
+        assert server.tokenize_bodies == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "question", "max_tokens", "act"),
+    [
+        ({"clamps": False, "tokenizes": False}, "Q" * 30, BIG, None),
+        ({"clamps": False}, "Q" * 1022, BIG, None),
+        ({"clamps": False}, "Q" * 2000, BIG, None),
+        ({}, "Q" * 30, 10, fail(400, "no such role")),
+    ],
+    ids=["no_tokenize", "prompt_fills_it", "prompt_too_long", "other_reason"],
+)
+def test_what_a_smaller_budget_cannot_save_is_refused_once(kind, question, max_tokens, act):
+    with FakeServer(**kind) as server:
+        server.always(act)
+        answer = ask_big(server, question, max_tokens=max_tokens)
+        assert (answer.outcome, answer.attempts, len(server.bodies)) == ("refused", 1, 1)
+        assert answer.max_tokens == max_tokens
+        assert "HTTP 400" in answer.error
+
+
+def test_a_cut_budget_that_is_refused_too_is_refused(server):
+    server.max_model_len = 100  # the page says so, the refusal has another reason
+    server.always(fail(400, "no such role"))
+    answer = ask_big(server)
+    assert (answer.outcome, answer.attempts, len(server.bodies)) == ("refused", 2, 2)
+
+
+def test_a_request_without_a_budget_has_none_to_cut(server):
+    server.always(fail(400))
+    body = {"messages": [{"role": "user", "content": "Q"}]}
+    answers: list[Answer] = []
+    run(ask_all([Request("Q", body)], [endpoint_of(server)], 1, 30, answers.append))
+    assert [(answer.outcome, answer.max_tokens) for answer in answers] == [("refused", None)]
+    assert server.tokenize_bodies == []
+
+
+# time-outs, and what ends a run
 
 
 def test_a_timed_out_question_is_asked_exactly_once(server):
@@ -212,7 +419,7 @@ def test_many_bad_questions_among_good_ones_are_no_dead_server(server):
 def test_a_server_that_dies_ends_the_run_and_keeps_what_was_answered(server):
     server.from_request(11, reset)
     answers: dict[str, Answer] = {}
-    with pytest.raises(ServerError, match=r"in a row.*the next run goes on"):
+    with pytest.raises(ServerStopped, match=r"in a row.*the next run goes on"):
         ask(server, [f"Q{n}" for n in range(500)], concurrency=4, answers=answers)
     assert sum(answer.outcome == "answered" for answer in answers.values()) == 10
     assert len(answers) < 100, "the remaining questions must not be burnt"
@@ -222,7 +429,7 @@ def test_a_server_that_is_gone_ends_the_run():
     with pytest.MonkeyPatch.context() as patch, FakeServer() as server:
         patch.setattr("pipeline.client.BACKOFF_S", 0.01)
         server.stop()
-        with pytest.raises(ServerError, match=server.base_url):
+        with pytest.raises(ServerStopped, match=server.base_url):
             ask(server, [f"Q{n}" for n in range(500)])
 
 
@@ -237,11 +444,3 @@ def test_an_error_of_the_callback_ends_the_run_as_itself(server):
     with pytest.raises(Stop, match="enough"):
         run(ask_all(requests, [endpoint_of(server)], 4, 30, on_answer))
     assert len(server.bodies) <= 8
-
-
-def test_several_servers_share_the_work():
-    with FakeServer(together=4) as one, FakeServer(together=4) as other:
-        ask([one, other], [f"Q{n}" for n in range(40)], concurrency=8)
-        assert len(one.bodies) + len(other.bodies) == 40
-        assert (one.peak, other.peak) == (4, 4)
-        assert min(len(one.bodies), len(other.bodies)) >= 10

@@ -214,6 +214,28 @@ def test_fewer_sequences_remove_their_shards_and_nothing_else(server: StatesServ
     }
 
 
+def test_the_turns_of_a_conversation_lie_in_one_shard_in_their_order(server: StatesServer) -> None:
+    """Prompts 1 (held out) and 4 have twenty turns, 5 lost its first; four prompts a shard."""
+    turns = {0: [0], 1: range(20), 2: [0], 3: [0], 4: range(20), 5: [1]}
+    rows = [
+        sequence(100 * index + turn) | {"prompt_index": index, "sample_id": f"q{index}_gen{turn}"}
+        for index, numbers in turns.items()
+        for turn in numbers
+    ]
+    shutil.rmtree("data/sequences")
+    write_sequences(Path(), rows, num_held_out=21)
+    extract.main()
+    manifest = json.loads((FOLDER / "manifest.json").read_text())
+    assert [[row["sample_id"] for row in shard["sequences"]] for shard in manifest["shards"]] == [
+        ["q0_gen0", *(f"q1_gen{turn}" for turn in range(20)), "q2_gen0", "q3_gen0"],
+        [*(f"q4_gen{turn}" for turn in range(20)), "q5_gen1"],
+    ]
+    states = HiddenStates(FOLDER)
+    assert [states.read(row["key"]).token_ids.tolist() for row in rows] == [
+        row["input_ids"] for row in rows
+    ]
+
+
 def test_other_layers_are_asked_for_again(server: StatesServer) -> None:
     extract.main()
     server.asked.clear()

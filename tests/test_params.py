@@ -221,3 +221,28 @@ def test_endpoints_come_from_the_environment_first(monkeypatch):
     assert endpoints_from("X_ENDPOINTS", ["http://a/v1"]) == ["http://b/v1", "http://c/v1"]
     monkeypatch.setenv("X_ENDPOINTS", "")
     assert endpoints_from("X_ENDPOINTS", []) == []
+
+
+@pytest.mark.parametrize("retry", [512, 100])
+def test_a_second_try_must_have_more_tokens_than_the_first(project, retry):
+    project.set(**{"generate.on_truncated": "retry", "generate.retry_max_tokens": retry})
+    assert f"retry_max_tokens {retry} must be above max_tokens 512" in problem(project)
+
+
+def test_a_second_try_must_fit_the_context(project):
+    project.set(**{"generate.on_truncated": "retry", "generate.retry_max_tokens": 1024})
+    assert "generate.retry_max_tokens is 1024, which leaves no room" in problem(project)
+
+
+def test_the_budget_of_a_second_try_that_is_not_made_does_not_matter(project):
+    project.set(**{"generate.on_truncated": "keep", "generate.retry_max_tokens": 9999})
+    assert load_params().generate.largest_max_tokens == 512
+
+
+def test_the_line_of_a_key_is_found(project):
+    Path("params.yaml").write_text(
+        "# a comment\nthink:\n  # end: no\n  end: x\ngenerate:\n  gate:\n    num_samples: 3\n",
+        "utf-8",
+    )
+    assert params.line_of("think.end") == 4
+    assert params.line_of("generate.gate.num_samples") == 7

@@ -1,5 +1,6 @@
 """Raw rows become questions: each kind of bad row has its outcome, and every row is counted."""
 
+import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -54,9 +55,9 @@ def questions(kept: list[dict]) -> list[str]:
 FILLER = [{"conversations": [human(f"filler {n}")]} for n in range(3)]
 
 
-def outcome(project, row: object) -> list[dict] | str:
+def outcome(project, row: object, turns: str) -> list[dict] | str:
     """The messages a row becomes, or the reason it is rejected for."""
-    kept = run(project, [*FILLER, row])
+    kept = run(project, [*FILLER, row], turns=turns)
     rejected = project.rows("data/prompts/rejected.jsonl")
     report = project.report("prompts")
     assert report["rows_in"] == 4
@@ -82,6 +83,7 @@ SYSTEM_Q = [{"role": "system", "content": "S"}, *USER_Q]
         ({"id": "2", "conversations": None}, "no_conversation"),
         ({"id": "3"}, "no_conversation"),
         ({"id": "4", "messages": [], "conversations": [human("Q")]}, USER_Q),
+        ({"id": "4b", "messages": None, "conversations": [human("Q")]}, USER_Q),
         ({"id": "5", "conversations": '[{"from":"human","value":"Q"}]'}, "bad_shape"),
         ({"id": "6", "conversations": [None, "x", human("Q")]}, "bad_shape"),
         ({"conversations": {"from": "human", "value": "Q"}}, "bad_shape"),
@@ -117,6 +119,11 @@ SYSTEM_Q = [{"role": "system", "content": "S"}, *USER_Q]
             {"conversations": [{"from": "Human ", "value": "Q"}, {"from": "bing", "value": "A"}]},
             USER_Q,
         ),
+        (
+            {"conversations": [human("Q"), {"from": "observation", "value": "42"}, gpt("A")]},
+            "tools",
+        ),
+        ({"conversations": [human("Q"), {"from": "kimi-k2", "value": "A"}]}, "unknown_role"),
         ({"conversations": [{"from": "narrator", "value": "Q"}]}, "unknown_role"),
         ({"conversations": [human("Q"), {"from": "narrator", "value": "A"}]}, "unknown_role"),
         ({"conversations": [{"value": "Q"}]}, "unknown_role"),
@@ -126,6 +133,9 @@ SYSTEM_Q = [{"role": "system", "content": "S"}, *USER_Q]
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, IMAGE]}]},
          "multimodal"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}]}, USER_Q),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"},
+                                                    {"type": "text", "text": "?"}]}]},
+         [{"role": "user", "content": "Q?"}]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
          "bad_shape"),
         ({"messages": [{"role": "user", "content": []}]}, "blank"),
@@ -143,6 +153,8 @@ SYSTEM_Q = [{"role": "system", "content": "S"}, *USER_Q]
         # C16
         ({"tools": "not json", "conversations": [human("Q")]}, "tools"),
         ({"tools": [{"type": "function"}], "conversations": [human("Q")]}, "tools"),
+        ({"tools": '[{"type": "function"}]', "conversations": [human("Q")]}, "tools"),
+        ({"tools": "[]", "conversations": [human("Q")]}, USER_Q),
         ({"tools": [], "conversations": [human("Q")]}, USER_Q),
         ({"tools": None, "conversations": [human("Q")]}, USER_Q),
         # torn and foreign lines
@@ -164,8 +176,118 @@ SYSTEM_Q = [{"role": "system", "content": "S"}, *USER_Q]
         ({"conversations": [human(" Q \n")]}, [{"role": "user", "content": " Q \n"}]),
     ],
 )  # fmt: skip
-def test_each_kind_of_row_has_its_outcome(project, row, expected):
-    assert outcome(project, row) == expected
+@pytest.mark.parametrize("turns", ["first", "all"])
+def test_each_kind_of_row_has_its_outcome(project, row, expected, turns):
+    assert outcome(project, row, turns) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("human", USER_Q),
+        ("user", USER_Q),
+        ("USER ", USER_Q),
+        ("gpt", "starts_with_assistant"),
+        ("assistant", "starts_with_assistant"),
+        ("chatgpt", "starts_with_assistant"),
+        ("bing", "starts_with_assistant"),
+        ("bard", "starts_with_assistant"),
+        ("model", "starts_with_assistant"),
+        ("system", "no_question"),
+        ("tool", "tools"),
+        ("function", "tools"),
+        ("function_call", "tools"),
+        ("observation", "tools"),
+        ("", "unknown_role"),
+    ],
+)
+@pytest.mark.parametrize(("who", "what"), [("from", "value"), ("role", "content")])
+def test_each_name_of_a_role_is_known(project, name, expected, who, what):
+    assert outcome(project, {"conversations": [{who: name, what: "Q"}]}, "first") == expected
+
+
+@pytest.mark.parametrize(
+    ("later", "later_turns", "num_cut"),
+    [
+        ([], [], 0),
+        ([gpt("A")], [], 0),
+        ([gpt("A"), human("Q2"), gpt("A2")], ["Q2"], 0),
+        # C14: a trailing user turn counts
+        ([gpt("A"), human("Q2")], ["Q2"], 0),
+        ([gpt("A"), human("Q2"), gpt("A2"), human("Q3")], ["Q2", "Q3"], 0),
+        # with no answer between them, each is still a turn of its own
+        ([human("Q2"), human("Q3"), gpt("A3")], ["Q2", "Q3"], 0),
+        ([gpt("A"), gpt("more"), human("Q2")], ["Q2"], 0),
+        # only a leading system turn is sent
+        ([gpt("A"), system("S"), human("Q2")], ["Q2"], 0),
+        # an answer is not used, whatever it holds
+        ([gpt(""), human("Q2"), gpt(None), human("Q3")], ["Q2", "Q3"], 0),
+        ([gpt([IMAGE]), human("Q2")], ["Q2"], 0),
+        ([gpt("A"), human(" Q2\n")], [" Q2\n"], 0),
+        ([gpt("A"), human("Q"), gpt("A"), human("Q")], ["Q", "Q"], 0),
+        ([gpt("A"), human([{"type": "text", "text": "Q2"}])], ["Q2"], 0),
+        # what cannot be sent ends the conversation
+        ([gpt("A"), human("  \n")], [], 1),
+        ([gpt("A"), human(""), gpt("A2"), human("Q3")], [], 2),
+        ([gpt("A"), human("Q2"), gpt("A2"), human([IMAGE]), gpt("A3"), human("Q4")], ["Q2"], 2),
+        ([gpt("A"), human("Q2"), human(None), human("Q4"), human("Q5")], ["Q2"], 3),
+        ([gpt("A"), human(5), human("Q3")], [], 2),
+        ([gpt("A"), human("cut \ud83d"), human("Q3")], [], 2),
+    ],
+)
+def test_the_later_turns_of_a_conversation(project, later, later_turns, num_cut):
+    path = SOURCE.with_suffix(".json")  # takes half an escaped character
+    rows = [*FILLER, {"conversations": [system("S"), human("Q"), *later]}]
+    for turns, expected in (("all", (later_turns, num_cut)), ("first", ([], 0))):
+        kept = run(project, rows, path, turns=turns)
+        [prompt] = [row for row in kept if row["messages"][-1]["content"] == "Q"]
+        report = project.report("prompts")
+        assert prompt["messages"] == SYSTEM_Q
+        assert (prompt["later_turns"], report["user_turns_cut"]) == expected
+        assert report["user_turns"] == 4 + len(expected[0])
+        assert sum(report["rejected"].values()) == 0
+        assert report["rows_in"] == len(kept) == 4
+
+
+Q_SENT = b'[{"content":"Q","role":"user"}]'
+TWO_TURNS = {"conversations": [human("Q"), gpt("A"), human("Q2"), gpt("A2")]}
+
+
+@pytest.mark.parametrize("turns", ["first", "all"])
+@pytest.mark.parametrize("row", [{"conversations": [human("Q")]}, TWO_TURNS])
+def test_a_key_is_the_hash_of_what_is_sent_first(project, row, turns):
+    """So asking the later turns too moves no prompt to another place."""
+    kept = run(project, [*FILLER, row], turns=turns)
+    [prompt] = [row for row in kept if row["messages"][-1]["content"] == "Q"]
+    assert prompt["key"] == hashlib.sha256(Q_SENT).hexdigest()
+    assert prompt["sample_id"] == hashlib.sha256(Q_SENT).hexdigest()[:16] + "_gen0"
+
+
+@pytest.mark.parametrize("turns", ["first", "all"])
+def test_conversations_that_begin_alike_are_one(project, turns):
+    rows = [
+        *FILLER,
+        {"conversations": [human("Q"), gpt("A"), human("Q2")]},
+        {"conversations": [human("Q"), gpt("A"), human("Q3")]},
+        {"conversations": [human("Q"), gpt("B")]},
+    ]
+    kept = run(project, rows, turns=turns)
+    rejected = project.rows("data/prompts/rejected.jsonl")
+    assert [(row["row"], row["reason"]) for row in rejected] == [
+        (len(FILLER) + 2, "duplicate"),
+        (len(FILLER) + 3, "duplicate"),
+    ]
+    assert len(kept) + len(rejected) == len(rows)
+
+
+def test_turns_beyond_the_cap_are_not_counted(project):
+    turns = [human("Q2"), human("Q3"), human(""), human("Q5")]
+    rows = [{"conversations": [human(f"Q{n}"), *turns]} for n in range(10, 15)]
+    kept = run(project, rows, turns="all", num_held_out=1, sample_cap=2)
+    assert len(kept) == 3
+    report = project.report("prompts")
+    # a first and two later ones each; the blank one and the one behind it are cut
+    assert (report["user_turns"], report["user_turns_cut"]) == (9, 6)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -335,21 +457,24 @@ TURN = st.fixed_dictionaries(
 )
 
 
-@given(row=JSON | st.fixed_dictionaries({"conversations": st.lists(TURN | JSON)}))
-def test_no_row_whatsoever_breaks_the_run(row):
+@given(
+    row=JSON | st.fixed_dictionaries({"conversations": st.lists(TURN | JSON)}),
+    turns=st.sampled_from(["first", "all"]),
+)
+def test_no_row_whatsoever_breaks_the_run(row, turns):
     try:
-        messages = prompts.question_of(row)
+        question = prompts.question_of(row, "questions", turns)
     except prompts.Rejected:
         return
-    assert messages[-1]["role"] == "user"
-    assert messages[-1]["content"].strip()
+    assert question.messages[-1]["role"] == "user"
+    assert all(text.strip() for text in [question.messages[-1]["content"], *question.later_turns])
 
 
 def test_a_byte_order_mark_costs_no_row(tmp_path):
     row = b'{"conversations":[{"from":"human","value":"Q"}]}'
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + row + b"\n")
     [read] = prompts.read_rows(tmp_path / "a.jsonl")
-    assert prompts.question_of(read) == [{"role": "user", "content": "Q"}]
+    assert read == {"conversations": [human("Q")]}
 
 
 @pytest.mark.parametrize(
@@ -359,8 +484,3 @@ def test_a_source_that_cannot_be_read_is_one_clear_error(tmp_path, name, content
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=f"{name} cannot be read as"):
         list(prompts.read_rows(tmp_path / name))
-
-
-def test_an_empty_list_of_tools_is_no_tool():
-    row = {"tools": "[]", "conversations": [{"from": "human", "value": "Q"}]}
-    assert prompts.question_of(row) == [{"role": "user", "content": "Q"}]

@@ -1,18 +1,22 @@
-"""Whether an answer holds closed reasoning, by its ids; and the gate that stops a bad run."""
+"""What an answer is, by its ids, by its text where there are none, and what speaks against it."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import BadRun
 from pipeline.params import load_params
 from pipeline.reasoning import (
-    Gate,
+    Cause,
+    Verdict,
+    cause_of,
+    is_closed_by_prompt,
     is_prefilled,
     judge,
     loop_period,
     num_reasoning_tokens,
     spans_of,
+    split_content,
+    verdict_of,
 )
 from pipeline.records import Status
 from tests.fake_server import ASSISTANT, END, THINK, THINK_END, USER, ids
@@ -119,6 +123,24 @@ def test_only_the_generation_prompt_opens_a_block(verifier, prompt, expected):
     assert is_prefilled(prompt, verifier) is expected
 
 
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ([*PREFILLED, THINK_END], True),  # DeepSeek-V3.1 without its switch
+        ([*PREFILLED, *ids("\n\n"), THINK_END, *ids("\n\n")], True),  # Qwen3, switched off
+        ([*QUESTION, THINK_END], True),
+        (PREFILLED, False),
+        (QUESTION, False),
+        ([USER, THINK, 65, THINK_END, END, ASSISTANT], False),  # the user typed both
+        ([USER, 65, END, ASSISTANT, THINK, 66, THINK_END, 67, END, USER, 68, END, ASSISTANT],
+         False),
+        ([], False),
+    ],
+)  # fmt: skip
+def test_only_the_generation_prompt_closes_a_block(verifier, prompt, expected):
+    assert is_closed_by_prompt(prompt, verifier) is expected
+
+
 # judge
 
 
@@ -168,6 +190,10 @@ def judged(trace, verifier, thinking=True):
         (QUESTION, [THINK, THINK, *ids("because"), THINK_END, *ids("4"), END], "stop",
          "parser_conflict"),
         (PREFILLED, turn("because", "42"), "stop", "parser_conflict"),
+        # it closes what nobody opened: neither template nor verifier
+        (QUESTION, turn("because", "42")[1:], "stop", "parser_conflict"),
+        (QUESTION, turn("", "42")[1:], "stop", "parser_conflict"),
+        (QUESTION, turn("because", "forty")[1:-1], "length", "parser_conflict"),
         # repetition
         (QUESTION, [THINK, *ids("wait, " * 20)], "length", "looping"),
         (QUESTION, [THINK, *ids("no" * 24)], "length", "looping"),
@@ -238,6 +264,34 @@ def test_a_question_that_switches_thinking_off_is_told_apart(
     assert judged(trace_of(question, token_ids), verifier) == expected
 
 
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [
+        ("system", "thinking_off_by_user"),
+        ("user", "thinking_off_by_user"),
+        ("assistant", "empty_reasoning"),  # its own earlier answer: nobody asked for it
+    ],
+)
+@pytest.mark.parametrize(
+    "answer", [{}, {"token_ids": [], "reasoning": None}], ids=["by_ids", "by_text"]
+)
+def test_a_soft_switch_counts_in_what_the_verifier_was_told(
+    verifier, trace_of, role, expected, answer
+):
+    said = [{"role": role, "content": "/no_think is a switch"}, {"role": "user", "content": "Q"}]
+    trace = trace_of("Q", turn("", "42"), messages=said) | answer
+    assert judged(trace, verifier) == expected
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", "tool_calls"])
+@pytest.mark.parametrize("token_ids", [turn("because", "x"), []], ids=["by_ids", "by_text"])
+def test_a_tool_call_is_one_whatever_stands_beside_it(verifier, trace_of, finish, token_ids):
+    """C17: Kimi says "(no content)" beside its tool calls."""
+    call = {"id": "functions.f:0", "function": {"name": "f", "arguments": "{}"}}
+    beside = {"content": "(no content)", "tool_calls": [call]}
+    assert judged(trace_of("Q", token_ids, finish, **beside), verifier) == "tool_call"
+
+
 def test_a_soft_switch_that_the_verifier_ignores_is_no_fault(verifier, trace_of):
     assert judged(trace_of("Q /no_think", turn("because", "42")), verifier) == "ok"
 
@@ -292,154 +346,360 @@ def test_reasoning_tokens_are_those_between_the_markers(verifier, trace_of):
     assert num_reasoning_tokens(trace_of("Q", [*ids("42"), END]), verifier) == 0
 
 
-# the gate
+# judge, without ids
 
 
-@pytest.fixture
-def gate(project, verifier):
-    """`gate(window, fraction, tokens)`"""
-
-    def make(num_samples: int, fraction: float, min_tokens: int = 3, **more: object) -> Gate:
-        keys = ("num_samples", "min_reasoning_fraction", "min_reasoning_tokens")
-        values = zip(keys, (num_samples, fraction, min_tokens), strict=True)
-        project.set(**{f"generate.gate.{key}": value for key, value in values})
-        project.set(**{f"generate.{key}": value for key, value in more.items()})
-        return Gate(load_params().generate, verifier)
-
-    return make
+def by_text(trace_of, reasoning, content, finish="stop", question="Q"):
+    texts = {"reasoning": reasoning, "content": content}
+    texts = {name: text for name, text in texts.items() if text != "absent"}
+    trace = trace_of(question, [], finish, prompt=[])
+    del trace["reasoning"], trace["content"]
+    return trace | texts
 
 
-@pytest.fixture
-def good(trace_of):
-    return trace_of("Q", turn("because", "42"))
-
-
-@pytest.fixture
-def empty(trace_of):
-    return trace_of("Q", turn("", "42"), status="empty_reasoning", reasoning="", content="42")
-
-
-THRESHOLDS = pytest.mark.parametrize(
-    ("num_samples", "num_good", "fraction"),
-    [(10, 9, 0.9), (4, 2, 0.5), (100, 55, 0.55), (25, 7, 0.28), (4, 4, 1.0), (4, 0, 0.0)],
+@pytest.mark.parametrize(
+    ("reasoning", "content", "finish", "expected"),
+    [
+        ("R", "A", "stop", "ok"),  # A1
+        ("\nR\n", "\n\nA", "stop", "ok"),  # A5, split
+        ("I must explain the tag", "close it with </think> when done", "stop", "ok"),  # A14
+        # A3: three ways to hold none
+        ("", "A", "stop", "empty_reasoning"),
+        (None, "A", "stop", "empty_reasoning"),
+        ("absent", "A", "stop", "empty_reasoning"),
+        ("\n\n", "A", "stop", "empty_reasoning"),
+        # A6: both shapes of a reasoning that was cut
+        ("R without end", None, "length", "truncated_in_reasoning"),
+        (None, "R without end", "length", "truncated_in_reasoning"),
+        ("R without end", "", "length", "truncated_in_reasoning"),
+        ("absent", "R without end", "length", "truncated_in_reasoning"),
+        (" ", None, "length", "truncated_in_reasoning"),
+        ("R", "A half", "length", "truncated_in_answer"),
+        # A11: nothing anywhere
+        (None, None, "stop", "parser_conflict"),
+        ("", "", "stop", "parser_conflict"),
+        ("absent", "absent", "stop", "parser_conflict"),
+        # all in `reasoning`: unclosed, or of another parser; the text cannot tell
+        ("R and A", None, "stop", "parser_conflict"),
+        ("R and A", " \n", "stop", "parser_conflict"),
+        # repetition, in either field, up to the cut
+        ("wait, " * 20, None, "length", "looping"),
+        (None, "wait, " * 20, "length", "looping"),
+        ("R", "A and " * 20, "length", "looping"),
+        ("!" * 60, None, "length", "garbage"),
+        ("R", "!" * 60, "length", "garbage"),
+        ("wait, " * 20, "A", "stop", "ok"),
+        ("wait, " * 20, "A half", "length", "truncated_in_answer"),  # it found its way out
+        # D6
+        ("R half", None, "abort", "aborted"),
+        ("x x x x", None, "repetition", "aborted"),
+        ("R", "A", None, "aborted"),
+    ],
 )
-
-
-@THRESHOLDS
-def test_the_first_answers_pass_at_the_threshold_and_fail_one_below(
-    gate, good, empty, num_samples, num_good, fraction
+def test_without_ids_an_answer_is_judged_by_its_text(
+    verifier, trace_of, reasoning, content, finish, expected
 ):
-    at = gate(num_samples, fraction)
-    for trace in [good] * num_good + [empty] * (num_samples - num_good):
-        at.add(trace)
-    if num_good:
-        below = gate(num_samples, fraction)
-        for trace in [good] * (num_good - 1) + [empty] * (num_samples - num_good):
-            below.add(trace)
-        with pytest.raises(BadRun):
-            below.add(empty)
+    trace = by_text(trace_of, reasoning, content, finish)
+    assert judged(trace, verifier) == expected
 
 
-@THRESHOLDS
-def test_a_whole_run_is_judged_by_the_same_threshold_in_any_order(
-    gate, good, empty, num_samples, num_good, fraction
+@pytest.mark.parametrize(
+    ("reasoning", "content", "finish", "expected"),
+    [
+        (None, "A", "stop", "ok"),
+        ("", "A", "stop", "ok"),
+        (None, None, "stop", "empty_answer"),
+        (None, " \n", "stop", "empty_answer"),
+        (None, "A half", "length", "truncated_in_answer"),
+        (None, "!" * 60, "length", "garbage"),
+        (None, "A", "abort", "aborted"),
+        # it thinks although it was told not to
+        ("R", "A", "stop", "parser_conflict"),
+        ("R", None, "stop", "parser_conflict"),
+        ("R half", None, "length", "parser_conflict"),
+        ("R", "A half", "length", "parser_conflict"),
+    ],
+)
+def test_without_ids_and_thinking_an_answer_needs_no_reasoning(
+    verifier, trace_of, reasoning, content, finish, expected
 ):
-    strict = gate(1000, fraction)
-    bad = [empty] * (num_samples - num_good)
-    strict.check(bad + [good] * num_good)
-    strict.check([good] * num_good + bad)
-    if num_good:
-        with pytest.raises(BadRun):
-            strict.check([empty, *bad, *[good] * (num_good - 1)])
+    trace = by_text(trace_of, reasoning, content, finish)
+    assert judged(trace, verifier, thinking=False) == expected
 
 
-def test_the_gate_waits_until_the_window_is_full(gate, empty):
-    strict = gate(4, 1.0)
-    for _ in range(3):
-        strict.add(empty)
-    with pytest.raises(BadRun, match="4 of 4 answers"):
-        strict.add(empty)
+def test_an_answer_with_prompt_ids_alone_is_judged_by_its_text(verifier, trace_of):
+    trace = by_text(trace_of, "R", "A") | {"prompt_token_ids": QUESTION}
+    assert judged(trace, verifier) == "ok"
 
 
-def test_a_verifier_that_stops_thinking_later_is_caught(gate, good, empty):
-    sliding = gate(4, 1.0)  # later on half of it: two of four
-    for trace in [good] * 50 + [empty, empty]:
-        sliding.add(trace)
-    with pytest.raises(BadRun, match="3 of 4 answers"):
-        sliding.add(empty)
+# one text that no parser split
 
 
-def test_a_bad_stretch_of_a_healthy_run_does_not_stop_it(gate, good, empty):
-    sliding = gate(10, 0.9)
-    for trace in [good] * 50 + [empty] * 5 + [good] * 50:
-        sliding.add(trace)
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (" R </think> A", (" R ", " A")),  # A4
+        ("<think>\nR\n</think>\n\nA", ("\nR\n", "\n\nA")),  # A5
+        ("\n<think>R</think>A", ("R", "A")),
+        ("I <think> so</think>A", ("I <think> so", "A")),  # the opening tag was only spoken of
+        ("R</think>close it with </think>", ("R", "close it with </think>")),  # the first one
+        ("</think>A", ("", "A")),
+        ("R</think>", ("R", "")),
+    ],
+)
+@pytest.mark.parametrize(
+    "token_ids", [[], turn("R", "A"), turn("R", "A")[1:]], ids=["no_ids", "qwen", "prefilled"]
+)
+def test_the_first_closing_tag_splits_and_white_space_stays(
+    verifier, trace_of, content, expected, token_ids
+):
+    trace = trace_of("Q", token_ids, reasoning=None, content=content)
+    assert split_content(trace, verifier) == expected
 
 
-def test_nothing_asked_is_nothing_to_judge(gate):
-    gate(32, 0.9).check([])
+@pytest.mark.parametrize(
+    ("token_ids", "reasoning", "content"),
+    [
+        ([], "I must explain the tag", "close it with </think> when done"),  # A14
+        (turn("R", "A"), "I must explain the tag", "close it with </think> when done"),
+        ([*ids("close it with </think>"), END], None, "close it with </think>"),  # not generated
+        ([THINK, *ids("R </think>")], None, "R </think>"),
+        ([], None, "A"),
+        ([], None, "<think>R half"),
+        ([], None, ""),
+        ([], None, None),
+        (turn("R", "A"), None, "RA"),  # special tokens were dropped from the text
+    ],
+)
+def test_what_is_not_to_be_split(verifier, trace_of, token_ids, reasoning, content):
+    trace = trace_of("Q", token_ids, reasoning=reasoning, content=content)
+    assert split_content(trace, verifier) is None
+
+
+def test_absent_content_is_not_split(verifier, trace_of):
+    assert split_content(by_text(trace_of, None, "absent"), verifier) is None
+
+
+def test_other_tags_split_at_theirs(verifier, trace_of):
+    kimi = verifier.model_copy(update={"think_start": "◁think▷", "think_end": "◁/think▷"})
+    trace = by_text(trace_of, None, "◁think▷R</think>◁/think▷A")
+    assert split_content(trace, kimi) == ("R</think>", "A")
+
+
+# the verdict
+
+
+@pytest.fixture
+def params(project):
+    """`params(thinking=False)`: generate.* with these values."""
+
+    def load(**values: object):
+        project.set(**{f"generate.{key}": value for key, value in values.items()})
+        return load_params().generate
+
+    return load
+
+
+def test_a_verdict_counts_by_ids(verifier, params, trace_of):
+    billed = {"prompt_tokens": 1000, "completion_tokens": 1000, "reasoning_tokens": 1000}
+    trace = trace_of("Q", turn("because", "42"), prompt=QUESTION, usage=billed)
+    # THINK, 7 characters, THINK_END, 2 characters, END
+    assert verdict_of(trace, verifier, params()) == Verdict(Status.OK, None, 4, 12, 7)
+
+
+def test_a_verdict_without_ids_counts_as_billed(verifier, params, trace_of):
+    billed = {"prompt_tokens": 10, "completion_tokens": 30, "reasoning_tokens": 20}
+    trace = by_text(trace_of, "R", "A") | {"usage": billed, "imported": True}
+    assert verdict_of(trace, verifier, params()) == Verdict(Status.OK, None, 10, 30, 20)
+
+
+def test_a_verdict_without_ids_and_bill_counts_nothing(verifier, params, trace_of):
+    trace = by_text(trace_of, "R", "A") | {"usage": {}, "imported": True}
+    assert verdict_of(trace, verifier, params()) == Verdict(Status.OK, None, 0, 0, 0)
+
+
+@pytest.mark.parametrize("status", ["failed", "timed_out", "rejected_by_server"])
+def test_an_answer_that_never_came_keeps_its_status(verifier, params, trace_of, status):
+    trace = by_text(trace_of, "absent", "absent", None) | {"status": status, "usage": {}}
+    assert verdict_of(trace, verifier, params()) == Verdict(Status(status), None, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "token_ids", "expected"),
+    [
+        (True, turn("", "42"), "empty_reasoning"),
+        (False, turn("", "42"), "ok"),
+        (True, turn("because", "42"), "ok"),
+        (False, turn("because", "42"), "parser_conflict"),
+    ],
+)
+def test_a_verdict_is_that_of_the_present_params(
+    verifier, params, trace_of, thinking, token_ids, expected
+):
+    trace = trace_of("Q", token_ids, status="looping")  # whatever was stored
+    assert verdict_of(trace, verifier, params(thinking=thinking)).status == expected
+
+
+def test_an_abort_before_the_first_token_is_an_abort(verifier, params, trace_of):
+    trace = by_text(trace_of, None, None, "abort") | {"status": "ok"}
+    assert verdict_of(trace, verifier, params()).status == "aborted"
+
+
+# why an answer speaks against its run; generate.gate.min_reasoning_tokens is 3
+
+CLOSED = [*PREFILLED, THINK_END]
+BECAUSE = turn("because", "42")
+NO_IDS = {"token_ids": [], "prompt_token_ids": []}
+BILLED = {"usage": {"prompt_tokens": 4, "completion_tokens": 12, "reasoning_tokens": 7}}
+CALL = {"tool_calls": [{"id": "functions.f:0"}], "content": None, "reasoning": None}
+
+
+@pytest.mark.parametrize(
+    ("cause", "prompt", "token_ids", "finish", "changes"),
+    [
+        ("thinking_off", CLOSED, [*ids("42"), END], "stop", {}),
+        ("thinking_off", [*CLOSED, *ids("\n\n")], [*ids("42"), END], "stop", {}),
+        ("not_thinking", QUESTION, [*ids("42"), END], "stop", {}),
+        ("not_thinking", QUESTION, turn("\n\n", "42"), "stop", {}),
+        ("not_thinking", PREFILLED, [THINK_END, *ids("42"), END], "stop", {}),
+        ("short", QUESTION, turn("ab", "42"), "stop", {}),
+        ("short", QUESTION, turn("ab", "forty")[:-1], "length", {}),
+        ("cut", QUESTION, [THINK, *LONG], "length", {}),
+        ("unclosed", QUESTION, [THINK, *ids("because"), END], "stop", {}),
+        ("no_answer", QUESTION, turn("because", ""), "stop", {}),
+        ("looping", QUESTION, [THINK, *ids("wait, " * 20)], "length", {}),
+        ("garbage", QUESTION, [THINK, *ids("!" * 60)], "length", {}),
+        ("conflict", QUESTION, BECAUSE[:-1], "stop", {}),
+        ("conflict", QUESTION, BECAUSE[1:], "stop", {}),
+        ("aborted", QUESTION, [THINK, *ids("x x x x")], "repetition", {}),
+        ("aborted", QUESTION, BECAUSE, None, {}),
+        ("aborted", QUESTION, [], "abort", {"content": None, "reasoning": None}),
+        ("tool_call", QUESTION, BECAUSE, "tool_calls", {}),
+        ("tool_call", QUESTION, BECAUSE, "stop", CALL),
+        ("tool_call", QUESTION, BECAUSE, "tool_calls", CALL | NO_IDS),
+        # the server left out the ids it was asked for
+        ("no_token_ids", QUESTION, BECAUSE, "stop", NO_IDS),
+        ("no_token_ids", QUESTION, BECAUSE, "stop", NO_IDS | {"reasoning": None}),
+        ("no_token_ids", QUESTION, BECAUSE, "length",
+         NO_IDS | {"reasoning": None, "content": "R without end"}),  # A6, the old qwen3 parser
+        ("no_token_ids", QUESTION, BECAUSE, "length",
+         NO_IDS | {"reasoning": "R without end", "content": None}),
+        # no reasoning parser: A4 and A5, after splitting, and with the tags dropped from the text
+        ("no_parser", PREFILLED, BECAUSE[1:], "stop", {"unsplit": True}),
+        ("no_parser", QUESTION, BECAUSE, "stop", {"unsplit": True}),
+        ("no_parser", QUESTION, BECAUSE, "stop", NO_IDS | {"unsplit": True}),
+        ("no_parser", QUESTION, BECAUSE[:-1], "length", {"unsplit": True}),
+        ("no_parser", QUESTION, BECAUSE, "stop", {"reasoning": None, "content": "because42"}),
+        # the parser of another model
+        ("wrong_parser", QUESTION, BECAUSE, "stop", {"reasoning": "because42", "content": None}),
+        ("wrong_parser", QUESTION, BECAUSE, "stop", {"reasoning": "because42", "content": " "}),
+        ("wrong_parser", QUESTION, BECAUSE, "stop",
+         NO_IDS | {"reasoning": "because42", "content": None}),
+        # A1: the next new name
+        ("field_renamed", QUESTION, BECAUSE, "stop", {"reasoning": None, "other_fields": ["x"]}),
+        ("field_renamed", QUESTION, BECAUSE, "stop",
+         NO_IDS | {"reasoning": None, "other_fields": ["x"]}),
+        ("field_renamed", QUESTION, BECAUSE, "stop",
+         {"reasoning": None, "other_fields": ["x"]} | BILLED),
+        # include_reasoning: false
+        ("reasoning_hidden", QUESTION, BECAUSE, "stop", {"reasoning": None} | BILLED),
+        ("reasoning_hidden", QUESTION, BECAUSE, "stop", {"reasoning": ""} | BILLED),
+        ("reasoning_hidden", QUESTION, BECAUSE, "stop", NO_IDS | {"reasoning": None} | BILLED),
+        # A11: paid for, and nothing to show for it
+        ("reasoning_hidden", QUESTION, BECAUSE, "stop", {"reasoning": None, "content": None}),
+        ("reasoning_hidden", QUESTION, BECAUSE, "stop",
+         NO_IDS | {"reasoning": None, "content": None}),
+    ],
+)  # fmt: skip
+def test_each_cause_by_an_answer_that_shows_it(
+    verifier, params, trace_of, cause, prompt, token_ids, finish, changes
+):
+    trace = trace_of("Q", token_ids, finish, prompt=prompt) | changes
+    assert verdict_of(trace, verifier, params()).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("cause", "token_ids", "finish"),
+    [
+        ("thinks_anyway", BECAUSE, "stop"),
+        ("thinks_anyway", [THINK, *LONG], "length"),
+        ("no_answer", [END], "stop"),
+        ("aborted", ids("42"), "abort"),
+        ("conflict", ids("42"), "stop"),  # no end token: nothing was thought
+        ("conflict", [*ids("42"), END], "length"),
+        (None, [*ids("42"), END], "stop"),
+        (None, turn("", "42"), "stop"),
+        (None, ids("forty-"), "length"),
+    ],
+)
+def test_each_cause_of_a_run_without_thinking(verifier, params, trace_of, cause, token_ids, finish):
+    trace = trace_of("Q", token_ids, finish, prompt=QUESTION)
+    assert verdict_of(trace, verifier, params(thinking=False)).cause == cause
+
+
+def test_every_cause_has_an_example_above():
+    """So that a new one gets one too."""
+    marks = (
+        test_each_cause_by_an_answer_that_shows_it.pytestmark,
+        test_each_cause_of_a_run_without_thinking.pytestmark,
+    )
+    shown = {row[0] for [mark] in marks for row in mark.args[1]}
+    assert shown - {None} == set(Cause)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "token_ids", "finish", "changes"),
+    [
+        (QUESTION, turn("abc", "42"), "stop", {}),  # as short as it may be
+        (PREFILLED, turn("abc", "42")[1:], "stop", {}),
+        (QUESTION, turn("abc", "forty")[:-1], "length", {}),
+        (QUESTION, [THINK, *ids("because"), THINK_END], "length", {"content": None}),
+        (QUESTION, BECAUSE, "stop", {"other_fields": ["refusal_text"]}),  # reasoning is there
+        # imported: neither ids nor a bill are to be had any more
+        (QUESTION, [], "stop", {"imported": True, "reasoning": "R", "content": "A"}),
+        (QUESTION, [], "length", {"imported": True, "reasoning": "R", "content": "A half"}),
+        (QUESTION, [], "stop",
+         {"imported": True, "reasoning": "R", "content": "A", "unsplit": True}),
+        (QUESTION, turn("ab", "42"), "stop", {"imported": True}),
+    ],
+)  # fmt: skip
+def test_nothing_speaks_against_a_good_answer(
+    verifier, params, trace_of, prompt, token_ids, finish, changes
+):
+    trace = trace_of("Q", token_ids, finish, prompt=prompt) | changes
+    assert verdict_of(trace, verifier, params()).cause is None
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "content", "finish", "cause"),
+    [
+        (None, "A", "stop", "not_thinking"),
+        ("R without end", None, "length", "cut"),
+        ("R", None, "stop", "conflict"),
+        ("!" * 60, None, "length", "garbage"),
+    ],
+)
+def test_an_imported_answer_without_reasoning_speaks_against_the_run(
+    verifier, params, trace_of, reasoning, content, finish, cause
+):
+    trace = by_text(trace_of, reasoning, content, finish) | {"imported": True}
+    assert verdict_of(trace, verifier, params()).cause == cause
 
 
 @pytest.mark.parametrize(
     "status", ["thinking_off_by_user", "rejected_by_server", "timed_out", "failed"]
 )
-def test_what_says_nothing_about_thinking_is_not_judged(gate, empty, status):
-    watching = gate(2, 1.0)
-    for _ in range(5):
-        watching.add(empty | {"status": status})
-    watching.check([empty | {"status": status}] * 5)
+def test_what_says_nothing_about_thinking_has_no_cause(verifier, params, trace_of, status):
+    trace = trace_of("Q", [], None, prompt=[], reasoning=None, content=None)
+    assert cause_of(trace, Status(status), verifier, params()) is None
 
 
-@pytest.mark.parametrize(
-    "status",
-    sorted(
-        set(Status)
-        - {"ok", "truncated_in_answer"}
-        - {"thinking_off_by_user", "rejected_by_server", "timed_out", "failed"}
-    ),
-)
-def test_every_other_status_fails_the_gate(gate, good, status):
-    with pytest.raises(BadRun):
-        gate(1, 1.0).add(good | {"status": status})
+def test_a_question_that_switches_thinking_off_speaks_against_nobody(verifier, params, trace_of):
+    trace = trace_of("Q /no_think", turn("", "42"))
+    assert verdict_of(trace, verifier, params())[:2] == (Status.THINKING_OFF_BY_USER, None)
 
 
-@pytest.mark.parametrize("status", ["ok", "truncated_in_answer"])
-def test_closed_reasoning_passes_the_gate(gate, good, status):
-    gate(1, 1.0).add(good | {"status": status})
-
-
-def test_too_short_reasoning_fails_the_gate(gate, trace_of):
-    gate(1, 1.0, 7).add(trace_of("Q", turn("because", "42")))
-    with pytest.raises(BadRun, match=r"generate\.gate\.min_reasoning_tokens 8"):
-        gate(1, 1.0, 8).add(trace_of("Q", turn("because", "42")))
-
-
-def test_without_thinking_the_gate_asks_for_no_reasoning(gate, empty):
-    gate(1, 1.0, thinking=False).add(empty | {"status": "ok"})
-
-
-def test_thinking_that_does_not_switch_off_is_named(gate, empty):
-    with pytest.raises(BadRun, match=r"although generate\.thinking is false.*thinking_switch"):
-        gate(1, 1.0, thinking=False).add(empty | {"status": "parser_conflict"})
-
-
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        ("empty_reasoning", r"generate\.thinking_switch \(enable_thinking\)"),
-        ("truncated_in_reasoning", r"generate\.max_tokens 512"),
-        ("unclosed_reasoning", r"think\.end_id"),
-        ("garbage", r"verifier\.dtype"),
-        ("looping", r"verifier\.dtype"),
-        ("parser_conflict", r"think\."),
-        ("aborted", r"aborted"),
-    ],
-)
-def test_the_diagnosis_names_the_parameter_to_change_and_shows_two_answers(
-    gate, empty, status, said
-):
-    with pytest.raises(BadRun, match=said) as caught:
-        gate(1, 1.0).add(empty | {"status": status})
-    message = str(caught.value)
-    assert "1 of 1 answers fail the reasoning gate" in message
-    assert "\"reasoning\": ''" in message
-    assert f'"status": "{status}"' in message
+def test_reasoning_tokens_without_ids_are_those_billed(verifier, trace_of):
+    billed = by_text(trace_of, "R", "A") | {"usage": {"reasoning_tokens": 20}}
+    assert num_reasoning_tokens(billed, verifier) == 20
+    assert num_reasoning_tokens(billed | {"usage": {}}, verifier) == 0

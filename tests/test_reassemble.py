@@ -224,6 +224,29 @@ def test_counts_that_differ_from_what_was_billed_are_rejected(verifier, trace_of
     assert sequence(trace, verifier)["seq_len"] == 12
 
 
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("ok", "no_token_ids"),
+        ("truncated_in_reasoning", "no_token_ids"),
+        ("truncated_in_answer", "no_token_ids"),
+        ("empty_reasoning", "empty_reasoning"),
+        ("parser_conflict", "parser_conflict"),
+        ("rejected_by_server", "rejected_by_server"),
+        ("failed", "failed"),
+    ],
+)
+@pytest.mark.parametrize("params", [KEEP, DROP])
+def test_a_text_without_token_ids_is_no_sequence(verifier, trace_of, params, status, expected):
+    trace = trace_of("Q", [], prompt=[], status=status, reasoning="abc", content="xy", usage={})
+    assert reason(trace, verifier, params) == expected
+
+
+def test_an_answer_of_no_tokens_is_not_one_without_token_ids(verifier, trace_of):
+    trace = trace_of("Q", [], "length", status=CUT)
+    assert reason(trace, verifier) == "think_start"
+
+
 # the draft vocabulary
 
 
@@ -283,9 +306,9 @@ def test_a_draft_vocabulary_too_small_for_the_markers_is_refused(verifier):
 @pytest.fixture
 def traces(project, trace_of):
     """Six answers as `generate` leaves them: Q1 held out, Q4 without reasoning, Q5 cut."""
-    rows = [trace_of(question) for question in ("Q1", "Q2", "Q3", "Q4", "Q5", "Q6")]
-    rows[3] = trace_of("Q4", turn("", "42"), status="empty_reasoning")
-    rows[4] = trace_of("Q5", [THINK, *ids("and so on")], "length", status=CUT)
+    rows = [trace_of(f"Q{n}", key=f"k{n}") for n in range(1, 7)]
+    rows[3] = trace_of("Q4", turn("", "42"), key="k4", status="empty_reasoning")
+    rows[4] = trace_of("Q5", [THINK, *ids("and so on")], "length", key="k5", status=CUT)
     write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
     return rows
 
@@ -394,7 +417,7 @@ def test_traces_that_do_not_answer_the_prompts_are_an_error(project, traces, tra
 
 
 def test_nothing_left_to_train_on_is_an_error_with_the_reasons(project, traces, trace_of):
-    rows = [trace_of("Q1")] + [trace_of(f"Q{n}", status="empty_reasoning") for n in (2, 3, 4, 5, 6)]
+    rows = [trace_of("Q1")] + [trace_of(f"Q{n}", status="empty_reasoning") for n in range(2, 7)]
     write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
     with pytest.raises(DataError, match=r"no train sequence.*5 empty_reasoning"):
         reassemble()
@@ -404,3 +427,105 @@ def test_a_draft_vocabulary_larger_than_the_verifiers_is_refused(project, traces
     project.set(**{"reassemble.draft_vocab_size": VOCAB_SIZE + 1})
     with pytest.raises(ParamsError, match=f"{VOCAB_SIZE + 1}, more than the verifier's"):
         reassemble()
+
+
+# conversations
+
+
+@pytest.fixture
+def conversations(project):
+    """`conversations(A=2, B=0)` writes prompts of so many later turns; A is held out."""
+
+    def write(**later_turns: int) -> None:
+        prompts = [
+            {
+                "index": index,
+                "split": "train" if index else "held_out",
+                "key": name * 64,
+                "sample_id": f"{name}_gen0",
+                "source": "test",
+                "messages": [{"role": "user", "content": name}],
+                "later_turns": [f"more {n}" for n in range(num_later)],
+            }
+            for index, (name, num_later) in enumerate(later_turns.items())
+        ]
+        write_bytes(Path("data/prompts/prompts.jsonl"), jsonl(prompts))
+
+    return write
+
+
+@pytest.fixture
+def answers(trace_of):
+    """`answers("A0", "A1")` writes the traces A_gen0 and A_gen1, all good."""
+
+    def write(*names: str) -> None:
+        rows = [trace_of(name, sample_id=f"{name[0]}_gen{name[1:]}", key=name) for name in names]
+        write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
+
+    return write
+
+
+def sequences(split: str) -> list[tuple[int, str]]:
+    import datasets
+
+    found = datasets.load_from_disk(f"data/sequences/{split}")
+    return list(zip(found["prompt_index"][:], found["sample_id"][:], strict=True))
+
+
+def test_each_turn_is_a_sequence_of_its_conversations_side(project, conversations, answers):
+    conversations(A=2, B=0, C=11)
+    answers("A0", "A1", "A2", "B0", *(f"C{n}" for n in range(12)))
+    reassemble()
+    assert sequences("held_out") == [(0, "A_gen0"), (0, "A_gen1"), (0, "A_gen2")]
+    assert sequences("train") == [(1, "B_gen0"), *((2, f"C_gen{n}") for n in range(12))]
+    report = project.report("reassemble")
+    assert (report["rows_in"], report["held_out"], report["train"]) == (16, 3, 13)
+
+
+def test_a_conversation_may_stop_before_its_last_turn(conversations, answers):
+    conversations(A=2, B=2)
+    answers("A0", "B0", "B1")
+    reassemble()
+    assert sequences("held_out") == [(0, "A_gen0")]
+    assert sequences("train") == [(1, "B_gen0"), (1, "B_gen1")]
+
+
+def test_traces_go_on_in_the_next_part(conversations, answers, trace_of):
+    conversations(A=1, B=1)
+    answers("A0", "A1")
+    rows = [trace_of("B", sample_id=f"B_gen{n}", key=f"B{n}") for n in range(2)]
+    write_bytes(Path("data/traces/part-00001.jsonl"), jsonl(rows))
+    reassemble()
+    assert sequences("train") == [(1, "B_gen0"), (1, "B_gen1")]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["A0", "A1", "B0", "B1", "B2"],  # a turn that nobody asked
+        ["A1", "B0"],  # the first turn is missing
+        ["A0", "B0", "B2"],
+        ["A0", "B1", "B0"],
+        ["A0", "A0", "B0"],
+        ["A0", "B0", "A1"],  # torn apart
+        ["B0", "A0"],
+        ["A0"],
+        ["B0"],
+        ["A0", "C0", "B0"],
+        ["A0", "B0", "C0"],
+        [],
+    ],
+)
+def test_turns_that_do_not_answer_the_prompts_are_an_error(conversations, answers, names):
+    conversations(A=1, B=1)
+    answers(*names)
+    with pytest.raises(DataError, match=r"data/traces does not answer .*dvc repro generate"):
+        reassemble()
+
+
+def test_a_text_without_token_ids_is_counted(project, traces, trace_of):
+    traces[1] = trace_of("Q2", [], prompt=[], key="k2", usage={})
+    write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(traces))
+    reassemble()
+    rejected = project.report("reassemble")["rejected"]
+    assert {k: n for k, n in rejected.items() if n} == {"empty_reasoning": 1, "no_token_ids": 1}

@@ -81,6 +81,16 @@ def test_an_unexpected_error_is_one_line_too_and_names_the_log(start, tmp_path):
     assert "Traceback" in log(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["ENOSPC", "EDQUOT", "EFBIG"])
+def test_a_full_disk_is_one_line_that_says_what_to_do(start, tmp_path, kind):
+    process = start(f"import errno, os; raise OSError(errno.{kind}, os.strerror(errno.{kind}))")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.count("\n") == 1
+    assert "make room and run again" in err
+    assert "Traceback" in log(tmp_path)
+
+
 def test_the_log_grows_with_each_failure(start, tmp_path):
     for words in ("first", "second"):
         start(f"raise errors.DataError({words!r})").communicate(timeout=60)

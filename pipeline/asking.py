@@ -1,0 +1,225 @@
+"""One run of `generate`: what is wanted, what is there, what is asked, and what comes in.
+
+    asking = Asking(params, verifier, prompts, stored)
+    asking.todo(asking.wanted())     → keys, by what the present params want and the disk has
+    asking.ask(endpoints)            → each answer journaled, judged, and followed up
+
+An answer can call for another request at once: a larger budget for one that was cut
+(`generate.on_truncated`), or the next turn of its conversation (`prompts.turns`).
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import BinaryIO
+
+from pipeline import diagnosis
+from pipeline.client import Answer, Request, ask_all, run
+from pipeline.errors import BadRun, GateFailed
+from pipeline.exchange import Question, request_body, trace_key, trace_of
+from pipeline.gate import Evidence, Gate, Tripped
+from pipeline.live import Live
+from pipeline.params import Params
+from pipeline.progress import Bar, progress_bar
+from pipeline.reasoning import Verdict, verdict_of
+from pipeline.records import CUT, NO_ANSWER, TRANSIENT, TRUNCATED, Prompt, Status
+from pipeline.server import Endpoint
+from pipeline.traces import FAILED_GATE, JOURNAL, Stored, append, forget, keep, read
+from pipeline.verifier import VerifierIdentity
+
+Questions = dict[str, Question]  # by key, in the order of the prompts and their turns
+
+
+def budget_of(answer: Stored | None, params: Params) -> int | None:
+    """The max_tokens to ask with; None when the answer is there for good.
+
+    Asked again is what has no answer yet, and what more tokens or a longer context may save.
+    """
+    generate, context = params.generate, params.verifier.max_model_len
+    if answer is None or answer.verdict.status in TRANSIENT:
+        return generate.max_tokens
+    has_grown = answer.max_model_len < context
+    if answer.verdict.status is Status.REJECTED_BY_SERVER:
+        return generate.max_tokens if has_grown else None
+    largest = min(generate.largest_max_tokens, context - answer.verdict.prompt_tokens)
+    may_go_on = has_grown or answer.max_tokens < generate.largest_max_tokens
+    if answer.verdict.status not in CUT or answer.verdict.generated_tokens >= largest:
+        return None
+    first = answer.max_tokens < generate.max_tokens
+    return (generate.max_tokens if first else generate.largest_max_tokens) if may_go_on else None
+
+
+class Asking:
+    """One run: what is wanted, what is there, and what comes in."""
+
+    def __init__(
+        self,
+        params: Params,
+        verifier: VerifierIdentity,
+        prompts: list[Prompt],
+        stored: dict[str, Stored],
+    ) -> None:
+        self.params, self.verifier, self.prompts = params, verifier, prompts
+        self.stored = stored
+        self.new: dict[str, Verdict] = {}  # the answers of this run
+        self.sent: set[str] = set()
+        # Asked again with more tokens: the hard ones, which say little about the run.
+        self._cut_before = {k for k, answer in stored.items() if answer.verdict.status in CUT}
+        self._gate = Gate(params.generate)
+
+    def key_of(self, question: Question) -> str:
+        generate = self.params.generate
+        return trace_key(
+            question.messages, generate.sampling, generate.template_kwargs, self.verifier
+        )
+
+    def turns(self, prompt: Prompt) -> Iterator[tuple[str, Question]]:
+        """The questions of a conversation as far as it has come: up to the first without a good
+        answer, since the next one is asked with all answers before it."""
+        question: Question | None = Question.first(prompt)
+        while question:
+            key = self.key_of(question)
+            yield key, question
+            question = self._next_turn(key, question)
+
+    def _next_turn(self, key: str, question: Question) -> Question | None:
+        answer = self.stored.get(key)
+        if not question.num_later or not answer or answer.verdict.status is not Status.OK:
+            return None
+        content = read(answer.place).get("content") or ""
+        return question.next_turn(content) if content.strip() else None
+
+    def wanted(self) -> Questions:
+        return {key: question for prompt in self.prompts for key, question in self.turns(prompt)}
+
+    def todo(self, wanted: Questions) -> list[str]:
+        """What is to be asked now; last what was in flight when a server died, for one of these
+        may have killed it."""
+        keys = [key for key in wanted if budget_of(self.stored.get(key), self.params)]
+        return sorted(keys, key=lambda key: key in self.sent and key not in self.new)
+
+    def ask(self, endpoints: list[Endpoint]) -> None:
+        """Ask what is to do and journal each answer; the first ones are judged before the rest.
+
+        Raises:
+            GateFailed: too few answers hold reasoning. Those without it lie in
+                data/.stash/failed_gate.jsonl and are asked again by the next run; the good ones
+                stay.
+            BadRun: the server answers nothing at all.
+            ServerStopped: no server is left.
+        """
+        generate = self.params.generate
+        questions = self.wanted()
+        todo = self.todo(questions)
+        live = Live(sum(1 + questions[key].num_later for key in todo))
+        first = max(generate.gate.num_samples - len(self.new), 0)
+        with (
+            JOURNAL.open("ab") as journal,
+            progress_bar("asking the verifier", live.total, "questions") as bar,
+        ):
+            on_answer = partial(self._on_answer, questions, journal, live, bar)
+            state = "stopped"
+            try:
+                for keys in filter(None, (todo[:first], todo[first:])):
+                    requests = (self._request(key, questions[key], live) for key in keys)
+                    run(
+                        ask_all(
+                            requests,
+                            endpoints,
+                            generate.concurrency,
+                            generate.timeout_s,
+                            on_answer,
+                            stall_s=generate.stall_s,
+                        )
+                    )
+                    if len(self.new) >= min(generate.gate.num_samples, len(questions)):
+                        self._check_answers_come()
+                self._gate.check(self.stored[key].verdict for key in questions)
+                state = "done"
+            except Tripped as tripped:
+                self._fail(tripped.evidence, endpoints[0], questions[todo[0]])
+            finally:
+                live.write(state)
+
+    def check_all(self, wanted: Questions) -> None:
+        """Judge all that is there, asked now or earlier. Raises GateFailed."""
+        try:
+            self._gate.check(self.stored[key].verdict for key in wanted)
+        except Tripped as tripped:
+            self._fail(tripped.evidence, None, next(iter(wanted.values())))
+
+    def _request(self, key: str, question: Question, live: Live) -> Request:
+        budget = budget_of(self.stored.get(key), self.params)
+        assert budget is not None
+        live.sent += 1
+        self.sent.add(key)
+        return Request(key, request_body(question.messages, self.params.generate, budget))
+
+    def _on_answer(
+        self, questions: Questions, journal: BinaryIO, live: Live, bar: Bar, answer: Answer
+    ) -> Request | None:
+        """Store and judge an answer; returns what to ask at once because of it."""
+        key, question = answer.key, questions[answer.key]
+        trace = trace_of(answer, question, self.params, self.verifier)
+        verdict = verdict_of(trace, self.verifier, self.params.generate)
+        keep(key, Stored.of(trace, verdict, append(journal, trace)), self.stored)
+        self.new[key] = verdict
+        live.add(verdict)
+        follow_up = None
+        if verdict.status in CUT and budget_of(self.stored[key], self.params):
+            live.total += 1  # not judged: what counts is the answer to the second try
+            follow_up = self._request(key, question, live)
+        else:
+            if key not in self._cut_before:
+                self._gate.add(trace, verdict)
+            later = self._later_question(key, question)
+            if later:
+                questions[later[0]] = later[1]
+                follow_up = self._request(*later, live)
+            else:
+                live.total -= question.num_later
+        bar.total = live.total
+        bar.advance(1, str(live))
+        live.write("asking")
+        return follow_up
+
+    def _later_question(self, key: str, question: Question) -> tuple[str, Question] | None:
+        """The next turn of the conversation that is not answered yet."""
+        following = self._next_turn(key, question)
+        while following:
+            key = self.key_of(following)
+            if budget_of(self.stored.get(key), self.params):
+                return key, following
+            following = self._next_turn(key, following)
+        return None
+
+    def _check_answers_come(self) -> None:
+        """A server that answers nothing is the wrong server, or served wrongly.
+
+        Raises:
+            BadRun: with the server's own words; its refusals are forgotten.
+        """
+        if all(verdict.status in NO_ANSWER for verdict in self.new.values()):
+            forget(lambda trace: trace["key"] in self.new and trace["status"] in NO_ANSWER)
+            last = self.stored[next(reversed(self.new))]
+            raise BadRun(
+                f"the server answers none of the first {len(self.new)} questions: "
+                f"{last.error or last.finish_reason}"
+            )
+
+    def _fail(self, evidence: Evidence, endpoint: Endpoint | None, question: Question) -> None:
+        """Raises GateFailed with the diagnosis, after setting aside what asking again may mend."""
+        bad = {
+            key
+            for key, verdict in self.new.items()
+            if verdict.cause and verdict.status not in TRUNCATED
+        }
+        if bad:
+            forget(
+                lambda trace: trace["key"] in bad and trace["status"] not in TRUNCATED,
+                keep_in=FAILED_GATE,
+            )
+        elif not evidence.examples:
+            answers = [a for a in self.stored.values() if a.verdict.cause is evidence.main_cause]
+            evidence.examples.extend(read(answer.place) for answer in answers[:2])
+        message = diagnosis.of_run(evidence, endpoint, question, self.params, self.verifier)
+        raise GateFailed(message) from None

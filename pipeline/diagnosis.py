@@ -1,0 +1,209 @@
+"""What is wrong with a run, in words, and which line of params.yaml to change.
+
+    raise GateFailed(diagnosis.of_run(evidence, endpoint, question, params, verifier))
+
+Where the answers alone cannot tell (the verifier does not think: is it the switch, its name, or
+the model?), the running server is asked: the known switches are tried and what works is said.
+"""
+
+from typing import Any
+
+from pipeline.client import Answer, Request, ask_all, run
+from pipeline.errors import PipelineError
+from pipeline.exchange import Question, request_body, trace_of
+from pipeline.gate import Evidence
+from pipeline.params import PARAMS_PATH, Params, line_of
+from pipeline.reasoning import Cause, num_reasoning_tokens
+from pipeline.records import Message, Trace
+from pipeline.server import Endpoint
+from pipeline.verifier import VerifierIdentity
+
+# Long enough to see whether a think block opens and holds something.
+TRY_MAX_TOKENS = 128
+SYSTEM_SWITCH = "detailed thinking on"  # Nemotron's
+SHOWN_CHARACTERS = 80
+
+
+def of_run(
+    evidence: Evidence,
+    endpoint: Endpoint | None,
+    question: Question,
+    params: Params,
+    verifier: VerifierIdentity,
+) -> str:
+    """The whole message: how many answers fail, why, what to change, and two of them."""
+    causes = evidence.causes
+    others = ", ".join(f"{n} {cause}" for cause, n in causes.most_common()[1:])
+    words = in_words(evidence.main_cause, evidence.examples, endpoint, question, params, verifier)
+    return (
+        f"{causes.total()} of {evidence.num_judged} answers fail the reasoning gate: {words}"
+        + (f" (besides: {others})" if others else "")
+        + "".join(f"\n  {shown(trace)}" for trace in evidence.examples)
+    )
+
+
+def in_words(
+    cause: Cause,
+    examples: list[Trace],
+    endpoint: Endpoint | None,
+    question: Question,
+    params: Params,
+    verifier: VerifierIdentity,
+) -> str:
+    """The cause, and the line of params.yaml that mends it."""
+    generate = params.generate
+    parser = line("verifier.reasoning_parser", params.verifier.reasoning_parser)
+    switch = line("generate.thinking_switch", generate.thinking_switch)
+    max_tokens = line("generate.max_tokens", generate.max_tokens)
+    shortest = line("generate.gate.min_reasoning_tokens", generate.gate.min_reasoning_tokens)
+    think_end = line("think.end", params.think.end)
+    dtype = line("verifier.dtype", params.verifier.dtype)
+    temperature = line("generate.temperature", generate.temperature)
+    fields = ", ".join({field for trace in examples for field in trace.get("other_fields", [])})
+    reasons = ", ".join({f"{trace['finish_reason']!r}" for trace in examples})
+    match cause:
+        case Cause.THINKING_OFF | Cause.NOT_THINKING:
+            what = (
+                "the chat template closes the think block itself, so the verifier does not think"
+                if cause is Cause.THINKING_OFF
+                else "the verifier did not think"
+            )
+            return f"{what}; {switch_advice(endpoint, question, params, verifier)}"
+        case Cause.THINKS_ANYWAY:
+            return f"the verifier thinks although generate.thinking is false; {switch}"
+        case Cause.SHORT:
+            return f"the reasoning is shorter than {shortest}"
+        case Cause.CUT:
+            return f"the reasoning is cut before it closes: raise {max_tokens}"
+        case Cause.UNCLOSED:
+            return f"the reasoning stops without a closing token; {think_end}"
+        case Cause.NO_ANSWER:
+            return "there is no answer after the reasoning: these questions need none, or the " + (
+                f"turn ends too early; {think_end}"
+            )
+        case Cause.NO_TOKEN_IDS:
+            return (
+                "the server returns no token ids, so nothing exact could be made of its answers: "
+                f"it must be a vLLM that knows return_token_ids; {line('generate.endpoints')}"
+            )
+        case Cause.NO_PARSER:
+            return (
+                "reasoning and answer come as one text in `content`: the server runs without a "
+                f"reasoning parser; {parser} (for a server of your own: --reasoning-parser)"
+            )
+        case Cause.WRONG_PARSER:
+            return (
+                "the whole answer comes in `reasoning` and `content` is empty: the server's "
+                f"reasoning parser is that of another model; {parser}"
+            )
+        case Cause.FIELD_RENAMED:
+            return (
+                f"the reasoning comes in a field this pipeline does not know ({fields}): the "
+                f"server is newer or of another kind; {line('generate.endpoints')}"
+            )
+        case Cause.REASONING_HIDDEN:
+            return (
+                "the reasoning is generated and billed but left out of the answer: something "
+                "between here and the verifier sets include_reasoning to false or strips it; "
+                f"{line('generate.endpoints')}"
+            )
+        case Cause.LOOPING:
+            return f"the verifier repeats itself until it is cut; {temperature}, {dtype}"
+        case Cause.GARBAGE:
+            quantization = line("verifier.quantization", params.verifier.quantization)
+            return f"the verifier writes one token over and over; {dtype}, {quantization}"
+        case Cause.CONFLICT:
+            return (
+                "token ids, text and finish_reason contradict each other: the think or end tokens "
+                f"are not those of this server; {think_end}"
+            )
+        case Cause.ABORTED:
+            return f"the server ends its answers with finish_reason {reasons}; see its log"
+        case Cause.TOOL_CALL:
+            return f"the verifier calls tools, though none were offered; {parser}"
+
+
+def line(key: str, *value: Any) -> str:
+    """`params.yaml:83 generate.thinking_switch: thinking`"""
+    said = f": {value[0]}" if value else ""
+    return f"{PARAMS_PATH}:{line_of(key)} {key}{said}"
+
+
+def shown(trace: Trace) -> str:
+    """A record as the person in the story saw it."""
+    texts = {name: trace.get(name) for name in ("reasoning", "content")}
+    fields = [f'"{name}": {text!r:.{SHOWN_CHARACTERS}}' for name, text in texts.items()]
+    return "{" + ", ".join([*fields, f'"status": "{trace["status"]}"']) + "}"
+
+
+def switch_advice(
+    endpoint: Endpoint | None, question: Question, params: Params, verifier: VerifierIdentity
+) -> str:
+    """Which switch makes the verifier think, tried on the running server."""
+    now = line("generate.thinking_switch", params.generate.thinking_switch)
+    if endpoint is None:
+        return f"a name that the chat template does not know is ignored; {now}"
+    tried = tries(question.messages, params)
+    working = thinks_with(tried, endpoint, question, params, verifier)
+    named = [name for name in working if name in ("thinking", "enable_thinking", "null")]
+    if named:
+        return f"it does with {' or '.join(named)}: change {now}"
+    if "reasoning_effort" in working:
+        return f"it does with reasoning_effort: high, which this pipeline does not send; {now}"
+    if working:
+        return f'it does with the system prompt "{SYSTEM_SWITCH}": give it to the questions'
+    return (
+        f"it does with none of the known switches ({', '.join(tried)}): it is no reasoning model, "
+        f"its server does not let it, or its think tokens are others; "
+        f"{line('think.start', params.think.start)}"
+    )
+
+
+def tries(messages: list[Message], params: Params) -> dict[str, dict[str, Any]]:
+    """The known ways to switch thinking on, as request bodies by name; `null` is none at all."""
+    body = request_body(messages, params.generate, TRY_MAX_TOKENS)
+    del body["chat_template_kwargs"]
+    others = [message for message in messages if message["role"] != "system"]
+    return {
+        "thinking": body | {"chat_template_kwargs": {"thinking": True}},
+        "enable_thinking": body | {"chat_template_kwargs": {"enable_thinking": True}},
+        "null": body,
+        "reasoning_effort": body | {"reasoning_effort": "high"},
+        "a system prompt": body
+        | {"messages": [{"role": "system", "content": SYSTEM_SWITCH}, *others]},
+    }
+
+
+def thinks_with(
+    bodies: dict[str, dict[str, Any]],
+    endpoint: Endpoint,
+    question: Question,
+    params: Params,
+    verifier: VerifierIdentity,
+) -> list[str]:
+    """The names of those bodies that are answered with reasoning."""
+    try:
+        answers = answers_to(bodies, endpoint, params.generate.timeout_s)
+    except PipelineError:
+        return []  # it died meanwhile; the diagnosis must not hide behind that
+    traces = {name: trace_of(a, question, params, verifier) for name, a in answers.items()}
+    return [
+        name
+        for name in bodies
+        if num_reasoning_tokens(traces[name], verifier)
+        and traces[name]["status"] != "empty_reasoning"
+    ]
+
+
+def answers_to(
+    bodies: dict[str, dict[str, Any]], endpoint: Endpoint, timeout_s: float
+) -> dict[str, Answer]:
+    """Ask a few things of one server, all at once."""
+    answers: dict[str, Answer] = {}
+
+    def on_answer(answer: Answer) -> None:
+        answers[answer.key] = answer
+
+    requests = [Request(name, body) for name, body in bodies.items()]
+    run(ask_all(requests, [endpoint], len(requests), timeout_s, on_answer))
+    return answers

@@ -1,0 +1,69 @@
+"""The reasoning gate: stops a run whose answers lack reasoning.
+
+Of the first `num_samples` answers of a run, and of all at its end, `min_reasoning_fraction` must
+speak for it. In between any `num_samples` in a row may hold half as many: a healthy run has its
+bad stretches, and one in which the verifier stops thinking has no good ones (docs/decisions.md).
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipeline.params import Generate
+from pipeline.reasoning import NOT_JUDGED, Cause, Verdict
+from pipeline.records import Trace
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What speaks against a run; pipeline.diagnosis puts it into words."""
+
+    causes: Counter[Cause]
+    num_judged: int
+    examples: list[Trace]
+
+    @property
+    def main_cause(self) -> Cause:
+        return self.causes.most_common(1)[0][0]
+
+
+class Tripped(Exception):
+    """The gate has seen enough."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        super().__init__(evidence)
+        self.evidence = evidence
+
+
+class Gate:
+    """Judges the answers of one run as they come."""
+
+    def __init__(self, params: Generate) -> None:
+        self._fraction = params.gate.min_reasoning_fraction
+        self._window: deque[Cause | None] = deque(maxlen=params.gate.num_samples)
+        self._examples: deque[Trace] = deque(maxlen=2)
+        self._num_judged = 0
+
+    def add(self, trace: Trace, verdict: Verdict) -> None:
+        """Judge the next answer of a run. Raises Tripped."""
+        if verdict.status in NOT_JUDGED:
+            return
+        self._window.append(verdict.cause)
+        self._num_judged += 1
+        if verdict.cause:
+            self._examples.append(trace)
+        if self._num_judged == self._window.maxlen:
+            self._require(self._window, self._fraction)
+        elif self._num_judged > len(self._window):
+            self._require(self._window, self._fraction / 2)
+
+    def check(self, verdicts: Iterable[Verdict]) -> None:
+        """Judge answers in no order. Raises Tripped."""
+        causes = [verdict.cause for verdict in verdicts if verdict.status not in NOT_JUDGED]
+        self._require(causes, self._fraction)
+
+    def _require(self, causes: "deque[Cause | None] | list[Cause | None]", fraction: float) -> None:
+        bad = Counter(cause for cause in causes if cause)
+        # Not 1 - bad / all, which floats make less than the fraction that was written down.
+        if causes and (len(causes) - bad.total()) / len(causes) < fraction:
+            raise Tripped(Evidence(bad, len(causes), list(self._examples)))

@@ -8,8 +8,8 @@ An answer can call for another request at once: a larger budget for one that was
 (`generate.on_truncated`), or the next turn of its conversation (`prompts.turns`).
 """
 
+import asyncio
 from collections.abc import Iterator
-from functools import partial
 from typing import BinaryIO
 
 from pipeline import diagnosis
@@ -19,7 +19,7 @@ from pipeline.exchange import Question, request_body, trace_key, trace_of
 from pipeline.gate import Evidence, Gate, Tripped
 from pipeline.live import Live
 from pipeline.params import Params
-from pipeline.progress import Bar, progress_bar
+from pipeline.progress import progress_bar
 from pipeline.reasoning import Verdict, verdict_of
 from pipeline.records import CUT, NO_ANSWER, TRANSIENT, TRUNCATED, Prompt, Status
 from pipeline.server import Endpoint
@@ -64,6 +64,7 @@ class Asking:
         self.sent: set[str] = set()
         # Asked again with more tokens: the hard ones, which say little about the run.
         self._cut_before = {k for k, answer in stored.items() if answer.verdict.status in CUT}
+        self._num_settled = 0  # questions with an answer that is not asked for again
         self._gate = Gate(params.generate)
 
     def key_of(self, question: Question) -> str:
@@ -108,31 +109,46 @@ class Asking:
             ServerStopped: no server is left.
         """
         generate = self.params.generate
+        num_samples = generate.gate.num_samples
         questions = self.wanted()
         todo = self.todo(questions)
         live = Live(sum(1 + questions[key].num_later for key in todo))
-        first = max(generate.gate.num_samples - len(self.new), 0)
+        go_on = asyncio.Event()  # set when the verdict on the first answers is certain
+        if self._num_settled >= num_samples or self._gate.has_passed_first:
+            go_on.set()
         with (
             JOURNAL.open("ab") as journal,
             progress_bar("asking the verifier", live.total, "questions") as bar,
         ):
-            on_answer = partial(self._on_answer, questions, journal, live, bar)
+
+            def on_answer(answer: Answer) -> Request | None:
+                follow_up = self._take(answer, questions, journal, live)
+                bar.total = live.total
+                bar.advance(1, str(live))
+                live.write("asking")
+                if self._num_settled == num_samples:
+                    self._check_answers_come()
+                if self._num_settled >= num_samples or self._gate.has_passed_first:
+                    go_on.set()
+                return follow_up
+
+            requests = (self._request(key, questions[key], live) for key in todo)
             state = "stopped"
             try:
-                for keys in filter(None, (todo[:first], todo[first:])):
-                    requests = (self._request(key, questions[key], live) for key in keys)
-                    run(
-                        ask_all(
-                            requests,
-                            endpoints,
-                            generate.concurrency,
-                            generate.timeout_s,
-                            on_answer,
-                            stall_s=generate.stall_s,
-                        )
+                run(
+                    ask_all(
+                        requests,
+                        endpoints,
+                        generate.concurrency,
+                        generate.timeout_s,
+                        on_answer,
+                        stall_s=generate.stall_s,
+                        num_first=num_samples - self._num_settled,
+                        go_on=go_on,
                     )
-                    if len(self.new) >= min(generate.gate.num_samples, len(questions)):
-                        self._check_answers_come()
+                )
+                if self._num_settled >= min(num_samples, len(questions)):
+                    self._check_answers_come()
                 self._gate.check(self.stored[key].verdict for key in questions)
                 state = "done"
             except Tripped as tripped:
@@ -154,8 +170,8 @@ class Asking:
         self.sent.add(key)
         return Request(key, request_body(question.messages, self.params.generate, budget))
 
-    def _on_answer(
-        self, questions: Questions, journal: BinaryIO, live: Live, bar: Bar, answer: Answer
+    def _take(
+        self, answer: Answer, questions: Questions, journal: BinaryIO, live: Live
     ) -> Request | None:
         """Store and judge an answer; returns what to ask at once because of it."""
         key, question = answer.key, questions[answer.key]
@@ -164,23 +180,18 @@ class Asking:
         keep(key, Stored.of(trace, verdict, append(journal, trace)), self.stored)
         self.new[key] = verdict
         live.add(verdict)
-        follow_up = None
         if verdict.status in CUT and budget_of(self.stored[key], self.params):
             live.total += 1  # not judged: what counts is the answer to the second try
-            follow_up = self._request(key, question, live)
-        else:
-            if key not in self._cut_before:
-                self._gate.add(trace, verdict)
-            later = self._later_question(key, question)
-            if later:
-                questions[later[0]] = later[1]
-                follow_up = self._request(*later, live)
-            else:
-                live.total -= question.num_later
-        bar.total = live.total
-        bar.advance(1, str(live))
-        live.write("asking")
-        return follow_up
+            return self._request(key, question, live)
+        self._num_settled += 1
+        if key not in self._cut_before:
+            self._gate.add(trace, verdict)
+        later = self._later_question(key, question)
+        if later is None:
+            live.total -= question.num_later
+            return None
+        questions[later[0]] = later[1]
+        return self._request(*later, live)
 
     def _later_question(self, key: str, question: Question) -> tuple[str, Question] | None:
         """The next turn of the conversation that is not answered yet."""

@@ -26,8 +26,6 @@ import resource
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from itertools import cycle
-from math import ceil
 from typing import Any, NamedTuple
 
 import httpx2
@@ -46,7 +44,6 @@ REFUSED = frozenset({400, 413, 422})
 HOPELESS = frozenset({401, 403, 404})
 CONNECT_S = 30.0
 TOKENIZE_S = 60.0
-CONNECTIONS_PER_POOL = 16
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,12 @@ async def ask_all(
     on_answer: Callable[[Answer], Request | None],
     *,
     stall_s: float | None = None,
+    num_first: int = 0,
+    go_on: asyncio.Event | None = None,
 ) -> None:
     """Send every request once, `concurrency` at a time; `on_answer` sees each as it comes and may
-    return a follow-up. With `stall_s`, a server that generates nothing for so long is hung.
+    return a follow-up. With `stall_s`, a server that generates nothing for so long is hung. With
+    `go_on`, all but the `num_first` first wait until it is set.
 
     Raises:
         BadRun: the server refuses key or model.
@@ -96,9 +96,17 @@ async def ask_all(
             ]
         )
 
+        num_sent = 0
+
         async def work() -> None:
-            for request in todo:  # shared: each worker takes the next one
-                current: Request | None = request
+            nonlocal num_sent
+            while True:
+                if go_on and num_sent >= num_first:
+                    await go_on.wait()
+                current = next(todo, None)  # shared: each worker takes the next one
+                if current is None:
+                    return
+                num_sent += 1
                 while current:
                     pool.num_open += 1
                     answer = await _ask(current, pool)
@@ -264,12 +272,15 @@ def server_words(error: openai.APIStatusError) -> str:
 def api_client(endpoint: Endpoint, concurrency: int, timeout_s: float) -> openai.AsyncOpenAI:
     """A client for `concurrency` requests at once that never repeats one by itself."""
     _allow_open_files()
+    # A pool smaller than the concurrency would queue, and to a time-out a queue is silence. The
+    # pool is aiohttp's: httpcore2 looks at every connection of its own twice a request.
+    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     return openai.AsyncOpenAI(
         base_url=endpoint.base_url,
         api_key=api_key(),
         max_retries=0,
         timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S),
-        http_client=httpx2.AsyncClient(transport=_Connections(concurrency), trust_env=False),
+        http_client=openai.DefaultAioHttpClient(limits=limits, trust_env=False),
     )
 
 
@@ -277,28 +288,3 @@ def _allow_open_files() -> None:
     """A connection is an open file, and many a login shell allows a process 1,024 of them."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-class _Connections(httpx2.AsyncBaseTransport):
-    """Many small pools of connections in place of a large one.
-
-    httpcore2 looks at every connection of a pool twice a request, which at 1,024 of them takes
-    2 ms of CPU. No pool has a bound: one smaller than the concurrency would queue, and to a
-    time-out a queue is silence.
-    """
-
-    def __init__(self, concurrency: int) -> None:
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        tls = httpx2.create_ssl_context(trust_env=False)
-        self._pools = [
-            httpx2.AsyncHTTPTransport(verify=tls, trust_env=False, limits=limits)
-            for _ in range(ceil(concurrency / CONNECTIONS_PER_POOL))
-        ]
-        self._turns = cycle(self._pools)
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        return await next(self._turns).handle_async_request(request)
-
-    async def aclose(self) -> None:
-        for pool in self._pools:
-            await pool.aclose()

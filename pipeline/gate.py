@@ -39,10 +39,16 @@ class Gate:
     """Judges the answers of one run as they come."""
 
     def __init__(self, params: Generate) -> None:
-        self._fraction = params.gate.min_reasoning_fraction
+        self._params = params.gate
         self._window: deque[Cause | None] = deque(maxlen=params.gate.num_samples)
         self._examples: deque[Trace] = deque(maxlen=2)
-        self._num_judged = 0
+        self._num_judged = self._num_good = 0
+
+    @property
+    def has_passed_first(self) -> bool:
+        """Whether the first `num_samples` will pass, whatever the rest of them is like."""
+        num_samples = self._params.num_samples
+        return self._num_good / num_samples >= self._params.min_reasoning_fraction
 
     def add(self, trace: Trace, verdict: Verdict) -> None:
         """Judge the next answer of a run. Raises Tripped."""
@@ -52,15 +58,18 @@ class Gate:
         self._num_judged += 1
         if verdict.cause:
             self._examples.append(trace)
-        if self._num_judged == self._window.maxlen:
-            self._require(self._window, self._fraction)
-        elif self._num_judged > len(self._window):
-            self._require(self._window, self._fraction / 2)
+        else:
+            self._num_good += 1
+        fraction = self._params.min_reasoning_fraction
+        if self._num_judged == self._params.num_samples:
+            self._require(self._window, fraction)
+        elif self._num_judged > self._params.num_samples:
+            self._require(self._window, fraction / 2)
 
     def check(self, verdicts: Iterable[Verdict]) -> None:
         """Judge answers in no order. Raises Tripped."""
         causes = [verdict.cause for verdict in verdicts if verdict.status not in NOT_JUDGED]
-        self._require(causes, self._fraction)
+        self._require(causes, self._params.min_reasoning_fraction)
 
     def _require(self, causes: "deque[Cause | None] | list[Cause | None]", fraction: float) -> None:
         bad = Counter(cause for cause in causes if cause)

@@ -226,7 +226,8 @@ def cause_of(
     """Why this answer speaks against the run; None if it does not."""
     if status in NOT_JUDGED:
         return None
-    by_text = not trace["token_ids"] and not trace.get("imported")
+    has_ids = trace["token_ids"] and trace["prompt_token_ids"]
+    by_text = not has_ids and not trace.get("imported")
     if by_text and status not in (Status.ABORTED, Status.TOOL_CALL):
         return _fault_of_text(trace) or Cause.NO_TOKEN_IDS
     prompt_ids = trace["prompt_token_ids"]

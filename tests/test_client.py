@@ -148,6 +148,24 @@ def test_a_follow_up_is_sent_before_anything_new(server):
     assert answers[1] == ("Q1 more", "refused")
 
 
+def test_all_but_the_first_wait_until_they_may_go_on():
+    """Nothing else is on its way while the first are open, whatever the concurrency."""
+    with FakeServer(together=3) as server:
+        go_on = asyncio.Event()
+        asked_by_then: list[int] = []
+
+        def on_answer(answer: Answer) -> None:
+            asked_by_then.append(len(server.bodies))
+            if len(asked_by_then) == 3:
+                go_on.set()
+
+        requests = [request(f"Q{n}") for n in range(20)]
+        first = {"num_first": 3, "go_on": go_on}
+        run(ask_all(requests, [endpoint_of(server)], 8, 30, on_answer, **first))
+    assert asked_by_then[:3] == [3, 3, 3]
+    assert sorted(server.questions) == sorted(f"Q{n}" for n in range(20))
+
+
 def test_as_many_requests_as_asked_for_are_really_in_flight():
     questions = [f"Q{n}" for n in range(128)]
     with FakeServer(together=128) as server:

@@ -40,12 +40,16 @@ def budget_of(answer: Stored | None, params: Params) -> int | None:
     has_grown = answer.max_model_len < context
     if answer.verdict.status is Status.REJECTED_BY_SERVER:
         return generate.max_tokens if has_grown else None
-    largest = min(generate.largest_max_tokens, context - answer.verdict.prompt_tokens)
+    room = context - answer.verdict.prompt_tokens
     may_go_on = has_grown or answer.max_tokens < generate.largest_max_tokens
-    if answer.verdict.status not in CUT or answer.verdict.generated_tokens >= largest:
+    largest = min(generate.largest_max_tokens, room)
+    if (
+        answer.verdict.status not in CUT
+        or answer.verdict.generated_tokens >= largest
+        or not may_go_on
+    ):
         return None
-    first = answer.max_tokens < generate.max_tokens
-    return (generate.max_tokens if first else generate.largest_max_tokens) if may_go_on else None
+    return min(generate.max_tokens, room) if answer.max_tokens < generate.max_tokens else largest
 
 
 class Asking:

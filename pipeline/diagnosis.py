@@ -12,7 +12,7 @@ from pipeline.client import Answer, Request, ask_all, run
 from pipeline.errors import PipelineError
 from pipeline.exchange import Question, request_body, trace_of
 from pipeline.gate import Evidence
-from pipeline.params import PARAMS_PATH, Params, line_of
+from pipeline.params import PARAMS_PATH, Generate, Params, line_of
 from pipeline.reasoning import Cause, num_reasoning_tokens
 from pipeline.records import Message, Trace
 from pipeline.server import Endpoint
@@ -183,7 +183,7 @@ def thinks_with(
 ) -> list[str]:
     """The names of those bodies that are answered with reasoning."""
     try:
-        answers = answers_to(bodies, endpoint, params.generate.timeout_s)
+        answers = answers_to(bodies, endpoint, params.generate)
     except PipelineError:
         return []  # it died meanwhile; the diagnosis must not hide behind that
     traces = {name: trace_of(a, question, params, verifier) for name, a in answers.items()}
@@ -196,7 +196,7 @@ def thinks_with(
 
 
 def answers_to(
-    bodies: dict[str, dict[str, Any]], endpoint: Endpoint, timeout_s: float
+    bodies: dict[str, dict[str, Any]], endpoint: Endpoint, params: Generate
 ) -> dict[str, Answer]:
     """Ask a few things of one server, all at once."""
     answers: dict[str, Answer] = {}
@@ -205,5 +205,6 @@ def answers_to(
         answers[answer.key] = answer
 
     requests = [Request(name, body) for name, body in bodies.items()]
-    run(ask_all(requests, [endpoint], len(requests), timeout_s, on_answer))
+    timeout_s, stall_s = params.timeout_s, params.stall_s
+    run(ask_all(requests, [endpoint], len(requests), timeout_s, on_answer, stall_s=stall_s))
     return answers

@@ -25,7 +25,7 @@ from pipeline.asking import Asking
 from pipeline.errors import BadRun, ServerStopped
 from pipeline.importing import import_file
 from pipeline.params import Generate, endpoints_from, load_params
-from pipeline.probe import probe, question_to_probe_with
+from pipeline.probe import probe, questions_to_probe_with
 from pipeline.reasoning import verdict_of
 from pipeline.records import (
     PROMPTS_PATH,
@@ -115,12 +115,11 @@ def ask_until_done(asking: Asking) -> None:
 
 def probe_all(endpoints: list[Endpoint], asking: Asking) -> None:
     """Probe each server, say and store what was found. Raises BadRun."""
-    wanted = asking.wanted()
-    question = question_to_probe_with([wanted[key] for key in asking.todo(wanted)])
+    questions = questions_to_probe_with(asking.wanted(), asking.stored)
     with ThreadPoolExecutor(len(endpoints)) as threads:
         findings = list(
             threads.map(
-                lambda endpoint: probe(endpoint, question, asking.params, asking.verifier),
+                lambda endpoint: probe(endpoint, questions, asking.params, asking.verifier),
                 endpoints,
             )
         )

@@ -1,6 +1,6 @@
 """Questions to a server before the first question: does it do what params.yaml says?
 
-    findings = probe(endpoint, question, params, verifier)     # three short requests
+    findings = probe(endpoint, questions, params, verifier)     # three short requests
 
 What a run would otherwise find out after hours: whether token ids come back, which field carries
 the reasoning, whether the thinking switch takes effect, whether the sampling values arrive. All of
@@ -8,7 +8,9 @@ it is proved on what the server sends, on token ids where that is possible. `gen
 findings beside the traces, in data/traces/probe.json.
 """
 
+import heapq
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +22,14 @@ from pipeline.errors import BadRun
 from pipeline.exchange import REASONING_FIELDS, Question, request_body, trace_of
 from pipeline.params import Params
 from pipeline.reasoning import SOFT_SWITCH, Cause, is_prefilled, verdict_of
-from pipeline.records import Trace
+from pipeline.records import Status, Trace
 from pipeline.server import Endpoint, api_key
+from pipeline.traces import Stored
 from pipeline.verifier import VerifierIdentity
 
 # Enough to see a short question through; longer reasoning is left to the gate.
 MAX_TOKENS = 1024
+MAX_QUESTIONS = 3
 # What one answer must not decide: the gate judges it over many.
 LEFT_TO_THE_GATE = frozenset(
     {Cause.CUT, Cause.SHORT, Cause.LOOPING, Cause.NO_ANSWER, Cause.UNCLOSED, Cause.TOOL_CALL}
@@ -63,24 +67,44 @@ class Findings:
         return ", ".join(words for words, holds in said.items() if holds)
 
 
-def question_to_probe_with(questions: list[Question]) -> Question:
-    """The shortest one, since its answer tends to be short, that does not switch thinking off."""
+def questions_to_probe_with(
+    wanted: dict[str, Question], stored: dict[str, Stored]
+) -> list[Question]:
+    """The shortest ones, since their answers tend to be short. Last come those that switch thinking
+    off and those that were asked in vain before."""
 
-    def length(question: Question) -> tuple[bool, int]:
-        texts = [message["content"] for message in question.messages]
-        return any(map(SOFT_SWITCH.search, texts)), sum(map(len, texts))
+    def rank(key: str) -> tuple[bool, bool, int]:
+        texts = [message["content"] for message in wanted[key].messages]
+        answer = stored.get(key)
+        failed = answer is not None and answer.verdict.status is not Status.OK
+        return failed, any(map(SOFT_SWITCH.search, texts)), sum(map(len, texts))
 
-    return min(questions, key=length)
+    return [wanted[key] for key in heapq.nsmallest(MAX_QUESTIONS, wanted, key=rank)]
 
 
 def probe(
-    endpoint: Endpoint, question: Question, params: Params, verifier: VerifierIdentity
+    endpoint: Endpoint, questions: list[Question], params: Params, verifier: VerifierIdentity
 ) -> Findings:
-    """What the server does with one question.
+    """What the server does with the first of `questions` that it answers.
 
     Raises:
-        BadRun: it does not do what params.yaml and verifier.json say; the message names the line.
+        BadRun: it answers none of them, or does not do what params.yaml and verifier.json say; the
+            message names the line.
     """
+    *others, last = questions
+    for question in others:
+        with suppress(NotAnswered):
+            return _probe(endpoint, question, params, verifier)
+    return _probe(endpoint, last, params, verifier)
+
+
+class NotAnswered(BadRun):
+    """The server does not answer a question, which may be the question's fault."""
+
+
+def _probe(
+    endpoint: Endpoint, question: Question, params: Params, verifier: VerifierIdentity
+) -> Findings:
     generate = params.generate
     body = request_body(question.messages, generate, min(MAX_TOKENS, generate.max_tokens))
     body |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
@@ -90,14 +114,15 @@ def probe(
     if generate.thinking_switch:
         switched = {generate.thinking_switch: not generate.thinking}
         bodies["switched"] = body | {"chat_template_kwargs": switched, "max_tokens": 1}
-    answers = answers_to(bodies, endpoint, generate.timeout_s)
+    answers = answers_to(bodies, endpoint, generate)
     answer = answers["as configured"]
     if answer.outcome == "refused" and not NOT_A_NUMBER.search(answer.error or ""):
         # Some servers know no logprobs.
-        answer = answers_to({"as configured": body}, endpoint, generate.timeout_s)[answer.key]
+        answer = answers_to({"as configured": body}, endpoint, generate)[answer.key]
     trace = trace_of(answer, question, params, verifier)
     if "error" in trace:
-        raise BadRun(f"{endpoint.base_url} {_no_answer(trace['error'], params)}")
+        kind = BadRun if answer.outcome == "timed_out" else NotAnswered
+        raise kind(f"{endpoint.base_url} {_no_answer(trace['error'], params)}")
     findings = Findings(
         server_version=endpoint.version,
         model=endpoint.model,
@@ -173,7 +198,7 @@ def _switch_is_ignored(
         for name in ("thinking", "enable_thinking")
         for value in (True, False)
     }
-    answers = answers_to(bodies, endpoint, params.generate.timeout_s)
+    answers = answers_to(bodies, endpoint, params.generate)
     prompts = {key: (a.body or {}).get("prompt_token_ids") for key, a in answers.items()}
     known = [
         name

@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -77,8 +78,9 @@ def _exit_on_signal(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _log_traceback(name: str) -> Path:
-    LOGS.mkdir(exist_ok=True)
     path = LOGS / f"{name}.log"
-    with path.open("a", encoding="utf-8") as log:
-        traceback.print_exc(file=log)
+    with suppress(OSError):  # a full disk must not hide what is wrong
+        LOGS.mkdir(exist_ok=True)
+        with path.open("a", encoding="utf-8") as log:
+            traceback.print_exc(file=log)
     return path

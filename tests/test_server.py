@@ -181,6 +181,53 @@ def test_a_server_that_refuses_the_key_is_one_clear_line_without_the_key(monkeyp
     assert "sk-" not in message
 
 
+# a server of our own
+
+
+def test_a_server_of_others_never_died(server):
+    assert not meet(server.base_url).died
+
+
+def test_a_server_of_ours_knows_that_it_died_and_why(project, install_vllm, eventually):
+    install_vllm("print('ValueError: No room for the KV cache', flush=True)")
+    with serve(load_params().verifier, "generate") as endpoint:
+        assert endpoint == meet(endpoint.base_url), "the process is no part of what it is"
+        assert not endpoint.died
+        os.kill(endpoint.process.pid, signal.SIGKILL)
+        eventually(lambda: endpoint.died, "its end")
+        assert "code -9" in endpoint.last_words
+        assert "ValueError: No room for the KV cache" in endpoint.last_words
+        assert "logs/vllm-generate.log" in endpoint.last_words
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            "(EngineCore pid=7) ERROR 11-29 [core.py:1] RuntimeError: index 5 is out of bounds\n"
+            "(APIServer pid=1) ERROR 11-29 [async_llm.py:9] vllm.v1.engine.exceptions."
+            "EngineDeadError: EngineCore encountered an issue. See stack trace (above).\n"
+            '(APIServer pid=1) INFO: 127.0.0.1:5 - "POST /v1/chat/completions HTTP/1.1" 500 '
+            "Internal Server Error\n",
+            "RuntimeError: index 5 is out of bounds",
+        ),
+        ("INFO ready\nx.EngineDeadError: gone\nbye\n", "x.EngineDeadError: gone"),
+        ("vllm serve: error: unrecognized arguments: --x\n", "unrecognized arguments: --x"),
+        ("INFO loading\nKilled\n", "Killed"),
+        ("", "no output"),
+    ],
+    ids=["engine_died", "only_that", "arguments", "no_error_named", "silent"],
+)
+def test_the_last_words_name_the_reason(tmp_path, log, reason):
+    path = tmp_path / "vllm.log"
+    path.write_text(log)
+    process = subprocess.Popen(["false"])
+    process.wait()
+    endpoint = Endpoint("http://127.0.0.1:1/v1", "m", "0", 1024, process, path)
+    assert reason in endpoint.last_words
+    assert "EngineCore encountered" not in endpoint.last_words
+
+
 # serving
 
 

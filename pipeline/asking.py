@@ -21,7 +21,7 @@ from pipeline.live import Live
 from pipeline.params import Params
 from pipeline.progress import progress_bar
 from pipeline.reasoning import Verdict, verdict_of
-from pipeline.records import CUT, NO_ANSWER, TRANSIENT, TRUNCATED, Prompt, Status
+from pipeline.records import CUT, NO_ANSWER, TRANSIENT, TRUNCATED, Message, Prompt, Status
 from pipeline.server import Endpoint
 from pipeline.traces import FAILED_GATE, JOURNAL, Stored, append, forget, keep, read
 from pipeline.verifier import VerifierIdentity
@@ -72,10 +72,16 @@ class Asking:
         self._gate = Gate(params.generate)
 
     def key_of(self, question: Question) -> str:
+        return self._key(question.messages)
+
+    @property
+    def settings_key(self) -> str:
+        """What all answers of a run have in common."""
+        return self._key([])
+
+    def _key(self, messages: list[Message]) -> str:
         generate = self.params.generate
-        return trace_key(
-            question.messages, generate.sampling, generate.template_kwargs, self.verifier
-        )
+        return trace_key(messages, generate.sampling, generate.template_kwargs, self.verifier)
 
     def turns(self, prompt: Prompt) -> Iterator[tuple[str, Question]]:
         """The questions of a conversation as far as it has come: up to the first without a good

@@ -195,10 +195,13 @@ async def _send(request: Request, server: Server) -> _Reply:
         return _Reply("failed", error=error)
     except TimeoutError:
         return _Reply("failed", error="the server hung")
-    except (openai.APIConnectionError, orjson.JSONDecodeError) as lost:
+    except orjson.JSONDecodeError as torn:
+        return _Reply("failed", error=f"an answer that is no JSON: {torn}")
+    except openai.APIConnectionError as lost:
         if isinstance(lost.__cause__, httpx2.ReadTimeout):  # a connect time-out generated nothing
             return _Reply("timed_out", error="timed out")
-        return _Reply("failed", error=f"{type(lost).__name__}: {lost.__cause__ or lost}")
+        cause = lost.__cause__ or lost  # of which the client's own name for it may be wrong
+        return _Reply("failed", error=f"no answer: {str(cause) or type(cause).__name__}")
 
 
 async def _post(server: Server, request: Request) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from pipeline.records import (
     count_by,
     in_words,
 )
-from pipeline.resume import one_writer, read_jsonl, write_json
+from pipeline.resume import one_writer, read_json, read_jsonl, write_json
 from pipeline.server import Endpoint, meet_all, serve
 from pipeline.stage import run_stage
 from pipeline.traces import Row, Stored, fold, load_stored
@@ -46,6 +46,7 @@ from pipeline.verifier import load_verifier
 
 METRICS_PATH = Path("reports/generate.json")
 PROBE_PATH = TRACES / "probe.json"
+PROBES = Path("data/.stash/probes.json")
 ENDPOINTS_VARIABLE = "PIPELINE_GENERATE_ENDPOINTS"
 # A server that dies this often over one run has a fault that starting it again does not mend.
 MAX_RESTARTS = 3
@@ -73,6 +74,8 @@ def main() -> None:
             for key, question in asking.turns(prompt)
         ]
         fold(rows, stored)
+        if asking.settings_key in (probes := _probes()):
+            write_json(PROBE_PATH, probes[asking.settings_key])
     answers = [stored[key] for key in wanted]
     metrics = metrics_of(answers, prompts, params.generate)
     write_json(METRICS_PATH, metrics)
@@ -126,7 +129,14 @@ def probe_all(endpoints: list[Endpoint], asking: Asking) -> None:
     found = sorted({str(each): asdict(each) for each in findings}.items())
     for words, _ in found:
         print(f"probe: {words}")
-    write_json(PROBE_PATH, [facts for _, facts in found])
+    write_json(PROBES, _probes() | {asking.settings_key: [facts for _, facts in found]})
+
+
+def _probes() -> dict[str, Any]:
+    """Findings of all runs here, by the settings that were probed: with the rows of earlier
+    settings, what was found for these comes back too."""
+    probes: dict[str, Any] = read_json(PROBES) if PROBES.exists() else {}
+    return probes
 
 
 def metrics_of(answers: list[Stored], prompts: list[Prompt], params: Generate) -> dict[str, Any]:

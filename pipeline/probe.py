@@ -121,7 +121,8 @@ def _probe(
         answer = answers_to({"as configured": body}, endpoint, generate)[answer.key]
     trace = trace_of(answer, question, params, verifier)
     if "error" in trace:
-        kind = BadRun if answer.outcome == "timed_out" else NotAnswered
+        is_certain = answer.outcome == "timed_out" or NOT_A_NUMBER.search(trace["error"])
+        kind = BadRun if is_certain else NotAnswered
         raise kind(f"{endpoint.base_url} {_no_answer(trace['error'], params)}")
     findings = Findings(
         server_version=endpoint.version,

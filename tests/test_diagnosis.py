@@ -191,6 +191,11 @@ def test_reasoning_that_vllm_was_told_to_leave_out_is_told_as_that(project, serv
     assert "sets include_reasoning to false or strips it" in diagnosis()
 
 
+def test_prompt_ids_that_are_missing_are_token_ids_that_are_missing(project, server):
+    server.always(edited(lambda answer: answer.pop("prompt_token_ids")))
+    assert "a vLLM that knows return_token_ids" in diagnosis()
+
+
 def test_thinking_that_was_not_asked_for_is_told(project, server):
     project.set(**{"generate.thinking": False})
     server.always(thinks_when(lambda body: True))
@@ -281,7 +286,8 @@ def test_without_a_server_the_switch_is_named_and_nothing_tried(project, server)
 
 
 def has_system_prompt(body: Body) -> bool:
-    return body["messages"][0] == {"role": "system", "content": "detailed thinking on"}
+    system = [message for message in body["messages"] if message["role"] == "system"]
+    return system == [{"role": "system", "content": "detailed thinking on"}]
 
 
 @pytest.mark.parametrize(

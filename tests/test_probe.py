@@ -350,6 +350,22 @@ def test_the_shortest_question_that_leaves_thinking_on_is_asked(project, questio
     assert chosen.messages[0]["content"] == expected
 
 
+def test_findings_come_back_with_the_settings_they_belong_to(project, server):
+    """data/traces is an output of DVC: the same rows must come with the same findings."""
+    generate.main()
+    before = project.bytes("data/traces/*")
+    project.set(**{"generate.thinking": False})
+    generate.main()
+    assert project.bytes("data/traces/probe.json") != {
+        "data/traces/probe.json": before["data/traces/probe.json"]
+    }
+    server.bodies.clear()
+    project.set(**{"generate.thinking": True})
+    generate.main()
+    assert server.bodies == []
+    assert project.bytes("data/traces/*") == before
+
+
 # what stops a run before its first question
 
 
@@ -413,6 +429,23 @@ def test_nan_that_only_probabilities_show_stops_the_run(project, server):
     assert f"{place('verifier.dtype')}: float32" in words
 
 
+def test_nan_on_one_question_is_no_fault_of_that_question(project, server):
+    server.when("Q1", *[fail(400, NAN)] * 9)
+    assert "calculates NaN" in stopped(server)
+
+
+@pytest.mark.parametrize("act", [fail(500), fail(400)], ids=["failed", "refused"])
+def test_a_question_that_fails_alone_does_not_stop_the_run(project, server, act):
+    """The shortest one, which is the first to be asked."""
+    project.set(**{"generate.max_failed_fraction": 0.2})
+    server.when("Q1", *[act] * 99)
+    generate.main()
+    assert json.loads(PROBE_FILE.read_bytes()) == [AS_VLLM]
+    statuses = [row["status"] for row in project.rows()]
+    assert statuses[0] in ("failed", "rejected_by_server")
+    assert statuses[1:] == ["ok"] * 5
+
+
 @pytest.mark.parametrize(
     ("act", "said"),
     [
@@ -432,12 +465,13 @@ def test_a_server_that_does_not_answer_stops_the_run_in_its_own_words(project, s
         generate.main()
     assert said in str(error.value)
     # Another question may fare better, unless it takes as long to find out.
-    assert set(server.questions) == {"Q1"} if act is silence else {"Q1", "Q2", "Q3"}
+    probed_with = {"Q1"} if act is silence else {"Q1", "Q2", "Q3"}
+    assert set(server.questions) == probed_with
     assert not Path("data/traces/journal.jsonl").exists()
 
 
-@pytest.mark.parametrize(("status", "key"), [(401, None), (404, None)])
-def test_a_wrong_key_or_model_stops_the_run(project, server, status, key):
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_wrong_key_or_model_stops_the_run(project, server, status):
     server.always(fail(status, "who are you"))
     words = stopped(server)
     assert f"{server.base_url} says HTTP {status}: who are you" in words

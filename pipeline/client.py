@@ -207,7 +207,7 @@ async def _send(request: Request, server: Server) -> _Reply:
 async def _post(server: Server, request: Request) -> dict[str, Any]:
     """The raw JSON: `"reasoning": ""`, null and absent stay apart, and thousands of token ids need
     no model object. Nor does the request: `chat.completions.create` would look at each message
-    anew, a fifth of all that a request costs here."""
+    anew, for 0.2 ms of CPU a request."""
     response = await server.client.post(
         "/chat/completions",
         body={"model": server.endpoint.model, **request.body},

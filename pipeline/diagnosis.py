@@ -78,9 +78,7 @@ def in_words(
         case Cause.UNCLOSED:
             return f"the reasoning stops without a closing token; {think_end}"
         case Cause.NO_ANSWER:
-            return "there is no answer after the reasoning: these questions need none, or the " + (
-                f"turn ends too early; {think_end}"
-            )
+            return f"the turn ends with the reasoning, before an answer; {think_end}"
         case Cause.NO_TOKEN_IDS:
             return (
                 "the server returns no token ids, so nothing exact could be made of its answers: "
@@ -145,6 +143,8 @@ def switch_advice(
         return f"a name that the chat template does not know is ignored; {now}"
     tried = tries(question.messages, params)
     working = thinks_with(tried, endpoint, question, params, verifier)
+    if (params.generate.thinking_switch or "null") in working:
+        return f"asked once more, it does: its answers differ from one to the next; {now}"
     named = [name for name in working if name in ("thinking", "enable_thinking", "null")]
     if named:
         return f"it does with {' or '.join(named)}: change {now}"

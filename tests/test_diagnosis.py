@@ -113,7 +113,11 @@ CASES: dict[str, tuple[Act, str, list[str]]] = {
         ["generate.max_tokens: 512"],
     ),
     "unclosed": (says(*NEVER), "stops without a closing token", ["think.end: </think>"]),
-    "no_answer": (says(*WITHOUT_ANSWER), "no answer after the reasoning", ["think.end: </think>"]),
+    "no_answer": (
+        says(*WITHOUT_ANSWER),
+        "the turn ends with the reasoning",
+        ["think.end: </think>"],
+    ),
     "no_token_ids": (
         edited(drop_token_ids),
         "a vLLM that knows return_token_ids",
@@ -332,6 +336,19 @@ def test_the_switch_that_works_is_named(project, monkeypatch, named, condition, 
         f"the chat template closes the think block itself, so the verifier does not think; it "
         f"does {advice} {line}" in words
     )
+
+
+def test_a_verifier_that_thinks_when_it_is_tried_is_not_told_to_change_its_switch(project, server):
+    async def not_when_it_counts(request: web.Request, answer: Answer) -> web.StreamResponse:
+        body = await request.json()
+        if is_question(body):
+            return await says(*EMPTY)(request, answer)
+        return web.json_response(answer)
+
+    server.always(not_when_it_counts)
+    words = diagnosis()
+    line = f"{place('generate.thinking_switch')}: enable_thinking"
+    assert f"asked once more, it does: its answers differ from one to the next; {line}" in words
 
 
 @pytest.mark.parametrize("own", [[], [{"role": "system", "content": "Be brief."}]])

@@ -172,6 +172,7 @@ class FakeServer:
             self._call(self._runner.cleanup())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._loop.close()
 
     def down(self) -> None:
         """Drop every connection and refuse new ones, until `up`."""

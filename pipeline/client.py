@@ -33,7 +33,7 @@ import openai
 import orjson
 
 from pipeline.errors import BadRun
-from pipeline.pool import Pool, Server
+from pipeline.pool import Pool, Server, metrics_client
 from pipeline.server import Endpoint, api_key
 
 MAX_ATTEMPTS = 3
@@ -93,9 +93,11 @@ async def ask_all(
             [
                 Server(e, await stack.enter_async_context(api_client(e, concurrency, timeout_s)))
                 for e in endpoints
-            ]
+            ],
+            await stack.enter_async_context(metrics_client()),
         )
-
+        # Before any of them is asked and can hang on it. One without such counters is not watched.
+        counts = {server: await pool.count_tokens(server) for server in pool.servers if stall_s}
         num_sent = 0
 
         async def work() -> None:
@@ -115,9 +117,9 @@ async def ask_all(
 
         async with asyncio.TaskGroup() as tasks:
             watches = [
-                tasks.create_task(pool.watch(server, stall_s))
-                for server in pool.servers
-                if stall_s is not None
+                tasks.create_task(pool.watch(server, stall_s, count))
+                for server, count in counts.items()
+                if stall_s and count is not None
             ]
             await asyncio.wait([tasks.create_task(work()) for _ in range(concurrency)])
             for watch in watches:

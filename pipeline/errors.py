@@ -40,7 +40,11 @@ class ServerError(PipelineError):
 
 
 class ServerStopped(ServerError):
-    """A server that answered before no longer does. What was answered is stored."""
+    """A server that answered before no longer does; `what` says which and how."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; what was answered is stored, the next run goes on")
+        self.what = what
 
 
 class BadRun(PipelineError):

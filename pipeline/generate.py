@@ -105,7 +105,9 @@ def ask_until_done(asking: Asking) -> None:
         num_answers = len(asking.new)
         with ExitStack() as stack:
             try:
-                endpoint = stack.enter_context(serve(params.verifier, "generate"))
+                # The log of a server that died is not written over.
+                name = f"generate-{num_restarts + 1}" if num_restarts else "generate"
+                endpoint = stack.enter_context(serve(params.verifier, name))
                 if num_restarts == 0:
                     probe_all([endpoint], asking)
                 asking.ask([endpoint])
@@ -113,7 +115,7 @@ def ask_until_done(asking: Asking) -> None:
             except ServerStopped as stopped:
                 if num_restarts == MAX_RESTARTS or len(asking.new) == num_answers:
                     raise
-                print(f"{stopped}; starting it again ({num_restarts + 1} of {MAX_RESTARTS})")
+                print(f"{stopped.what}; starting it again ({num_restarts + 1} of {MAX_RESTARTS})")
 
 
 def probe_all(endpoints: list[Endpoint], asking: Asking) -> None:

@@ -37,7 +37,6 @@ MAX_CONSECUTIVE_FAILURES = 30
 LAST_BREATH_S = 10.0
 POLL_S, METRICS_TIMEOUT_S = 5.0, 10.0
 TOKEN_COUNTERS = {"vllm:generation_tokens_total", "vllm:prompt_tokens_total"}
-GOES_ON = "what was answered is stored, the next run goes on"
 
 
 class Server:
@@ -83,8 +82,9 @@ class Server:
 class Pool:
     """All servers of a run; `num_open` counts the requests that have no answer yet."""
 
-    def __init__(self, servers: Sequence[Server]) -> None:
+    def __init__(self, servers: Sequence[Server], metrics: httpx2.AsyncClient) -> None:
         self.servers, self.num_open = servers, 0
+        self._metrics = metrics
         self._given_up_in_a_row = 0
 
     def next_one(self, tried: Sequence[Server]) -> Server:
@@ -118,29 +118,35 @@ class Pool:
         if self._given_up_in_a_row >= max(MAX_CONSECUTIVE_FAILURES, self.num_open):
             raise ServerStopped(
                 f"{', '.join(s.endpoint.base_url for s in self.servers)} failed "
-                f"{self._given_up_in_a_row} times in a row, at last with {error!r}; {GOES_ON}"
+                f"{self._given_up_in_a_row} times in a row, at last with {error!r}"
             )
 
-    async def watch(self, server: Server, stall_s: float) -> None:
-        """Let go what a hung server holds. One that has no such counters is never taken for hung.
+    async def watch(self, server: Server, stall_s: float, seen: float) -> None:
+        """Let go what a hung server holds; `seen` is what it counted before it was asked.
 
         Raises:
             ServerStopped: it is hung and no other is sound.
         """
-        seen, moved = None, time.monotonic()
-        headers = {"Authorization": f"Bearer {api_key()}"}
-        async with httpx2.AsyncClient(
-            timeout=METRICS_TIMEOUT_S, trust_env=False, headers=headers
-        ) as client:
-            while True:
-                await asyncio.sleep(min(POLL_S, stall_s / 4))
-                tokens = await _count_tokens(client, server.endpoint.metrics_url)
-                if not server.in_flight or tokens not in (None, seen):
-                    moved = time.monotonic()
-                    seen = seen if tokens is None else tokens
-                elif seen is not None and time.monotonic() - moved >= stall_s:
-                    self._hung(server, stall_s)
-                    moved = time.monotonic()
+        moved = time.monotonic()
+        while True:
+            await asyncio.sleep(min(POLL_S, stall_s / 4))
+            tokens = await self.count_tokens(server)
+            if not server.in_flight or tokens not in (None, seen):
+                moved = time.monotonic()
+                seen = seen if tokens is None else tokens
+            elif time.monotonic() - moved >= stall_s:
+                self._hung(server, stall_s)
+                moved = time.monotonic()
+
+    async def count_tokens(self, server: Server) -> float | None:
+        """All tokens that a server has read and written; None when it does not say."""
+        try:
+            page = (await self._metrics.get(server.endpoint.metrics_url)).raise_for_status().text
+            samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+        except (httpx2.HTTPError, ValueError):
+            return None
+        counts = [sample.value for sample in samples if sample.name in TOKEN_COUNTERS]
+        return sum(counts) if counts else None
 
     def _hung(self, server: Server, stall_s: float) -> None:
         _check_process(server)
@@ -150,7 +156,7 @@ class Pool:
         self._set_aside(server, error)
         server.let_go()
         if not any(other.is_sound for other in self.servers):
-            raise ServerStopped(f"{server.endpoint.base_url} {error}; {GOES_ON}")
+            raise ServerStopped(f"{server.endpoint.base_url} {error}")
 
     def _set_aside(self, server: Server, error: str) -> None:
         seconds = min(REST_S * 2 ** (server.failures - MAX_FAILURES), MAX_REST_S)
@@ -161,7 +167,7 @@ class Pool:
 
 def _check_process(server: Server) -> None:
     if server.endpoint.died:
-        raise ServerStopped(f"{server.endpoint.last_words}; {GOES_ON}")
+        raise ServerStopped(server.endpoint.last_words)
 
 
 async def _wait_for_end(server: Server) -> None:
@@ -172,12 +178,7 @@ async def _wait_for_end(server: Server) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _count_tokens(client: httpx2.AsyncClient, metrics_url: str) -> float | None:
-    """All tokens that a server has read and written; None when it does not say."""
-    try:
-        page = (await client.get(metrics_url)).raise_for_status().text
-        samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
-    except (httpx2.HTTPError, ValueError):
-        return None
-    counts = [sample.value for sample in samples if sample.name in TOKEN_COUNTERS]
-    return sum(counts) if counts else None
+def metrics_client() -> httpx2.AsyncClient:
+    """A client of its own: one of `concurrency` connections may have none left for a poll."""
+    headers = {"Authorization": f"Bearer {api_key()}"}
+    return httpx2.AsyncClient(timeout=METRICS_TIMEOUT_S, trust_env=False, headers=headers)

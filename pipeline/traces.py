@@ -130,7 +130,7 @@ def fold(rows: list[Row], stored: dict[str, Stored]) -> None:
         files[STASH] = aside
     changed = {path: lines for path, lines in files.items() if not _is_in_place(path, lines)}
     # What a killed run was writing goes too: data/traces is an output of DVC.
-    torn = TRACES.glob(f"*{TEMP_SUFFIX}")
+    torn = [*TRACES.glob(f"*{TEMP_SUFFIX}"), *STASH.parent.glob(f"*{TEMP_SUFFIX}")]
     stale = {*TRACES.glob("part-*.jsonl"), *torn, STASH} - files.keys()
     places = {answer.place.path for lines in changed.values() for answer, _ in lines}
     with ExitStack() as opened:

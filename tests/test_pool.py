@@ -2,6 +2,7 @@
 
 import socket
 import subprocess
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -362,8 +363,30 @@ def test_a_server_that_is_slow_but_moves_is_not_hung(server, kind):
     ids=["404", "500", "silence", "other_names", "no_metrics"],
 )
 def test_a_server_without_such_counters_is_not_watched(monkeypatch, server, metrics):
+    """It is looked at once, and then no silence of its counters can count against it."""
     monkeypatch.setattr("pipeline.pool.METRICS_TIMEOUT_S", 0.1)
-    assert_survives(server, metrics)
+    server.metrics_act = metrics
+    server.always(server.hold)
+    threading.Timer(4 * STALL_S, server.release).start()
+    answers = ask(server, ["Q"], stall_s=STALL_S)
+    assert (answers["Q"].outcome, answers["Q"].attempts) == ("answered", 1)
+    assert server.num_polls == 1
+
+
+def test_a_server_that_hangs_before_it_is_first_looked_at_again_is_hung(counting):
+    """It hangs on the very first question, and its counters with it."""
+
+    async def only_before(http: web.Request, answer: dict) -> web.StreamResponse:
+        if counting.bodies:
+            return await silence(http, answer)
+        return await says(counters({"prompt": 0}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.pool.METRICS_TIMEOUT_S", 0.1)
+        counting.metrics_act = only_before
+        counting.always(silence)
+        with pytest.raises(ServerStopped, match=r"generated nothing for 0\.4 s while 1 requests"):
+            ask(counting, ["Q"], stall_s=STALL_S)
 
 
 async def says(text: str) -> web.Response:

@@ -550,7 +550,7 @@ def cut(max_tokens: int, generated: int | None = None, context: int = 1024, prom
         (cut(512, generated=24, prompt=1000), {}, None),
         (cut(512, generated=24, prompt=1000), {"context": 2048}, 512),
         (cut(512, generated=24, prompt=1000), {"context": 2048, **RETRY}, 768),
-        (cut(512, generated=24, prompt=1000), {"context": 1025}, 512),
+        (cut(512, generated=24, prompt=1000), {"context": 1025}, 25),  # what fits
         # a longer context is no help to what max_tokens cut
         (cut(512), {"context": 2048}, None),
         (cut(768), {"context": 2048, **RETRY}, None),
@@ -560,7 +560,7 @@ def cut(max_tokens: int, generated: int | None = None, context: int = 1024, prom
         (cut(512, generated=0), {"max_tokens": 600}, 600),
         # nor is a shorter one
         (cut(512, context=2048), {}, None),
-        (cut(512, context=2048), {"context": 600, "max_tokens": 599}, 599),
+        (cut(512, context=2048), {"context": 600, "max_tokens": 599}, 590),
         (cut(512, context=2048), {"context": 520, "max_tokens": 519}, None),  # 510 fit
     ],
 )  # fmt: skip

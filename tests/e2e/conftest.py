@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -70,6 +71,11 @@ class Project:
             place[key] = value
         path.write_text(yaml.safe_dump(params, sort_keys=False))
 
+    def traces(self) -> list[dict[str, Any]]:
+        """The rows that `generate` ended with, in their order."""
+        parts = sorted((self.root / "data/traces").glob("part-*.jsonl"))
+        return [json.loads(line) for part in parts for line in part.read_bytes().splitlines()]
+
     def processes(self) -> list[str]:
         """Command lines of all processes that work in this tree."""
         found = []
@@ -114,6 +120,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     project.repro()
     yield project
     assert project.processes() == []
+
+
+@pytest.fixture(scope="session")
+def identified(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A clone in which `identify` has run: it can be asked as soon as there are questions."""
+    project = clone_of_the_working_tree(tmp_path_factory.mktemp("identified"))
+    project.run("python", "-m", "pipeline.identify")
+    return project
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,6 @@ AFTER_IDENTIFY = ["generate", "reassemble", "extract", "train", "evaluate", "ben
 
 def report(project: Project, stage: str) -> Any:
     return json.loads((project.root / f"reports/{stage}.json").read_text())
-
-
-def traces(project: Project) -> list[dict[str, Any]]:
-    parts = sorted((project.root / "data/traces").glob("part-*.jsonl"))
-    return [json.loads(line) for part in parts for line in part.read_text().splitlines()]
 
 
 def test_the_draft_is_worth_serving(finished: Project) -> None:
@@ -61,7 +57,7 @@ def test_every_row_is_accounted_for(finished: Project) -> None:
 def test_sequences_are_what_the_verifier_wrote(finished: Project) -> None:
     """Decoded with the verifier's own tokenizer, it reads as think block and answer."""
     tokenizer = AutoTokenizer.from_pretrained(finished.root / "models/verifier")
-    by_id = {trace["sample_id"]: trace for trace in traces(finished)}
+    by_id = {trace["sample_id"]: trace for trace in finished.traces()}
     rows = load_from_disk(str(finished.root / "data/sequences/train"))
     for row in rows:
         trace = by_id[row["sample_id"]]
@@ -74,6 +70,23 @@ def test_sequences_are_what_the_verifier_wrote(finished: Project) -> None:
             assert tokenizer.decode(
                 row["input_ids"][row["reasoning_start"] : row["reasoning_end"]]
             ).strip()
+
+
+def test_the_probe_finds_what_is_true_of_the_shipped_verifier(finished: Project) -> None:
+    """Its template opens no think block, and its think tokens are added tokens that stay visible
+    (`"special": false` in its tokenizer.json)."""
+    [found] = json.loads((finished.root / "data/traces/probe.json").read_text())
+    assert found == {
+        "server_version": version("vllm").partition("+")[0],
+        "model": "models/verifier",
+        "max_model_len": 1024,
+        "returns_token_ids": True,
+        "reasoning_field": "reasoning",
+        "think_start_in": "completion",
+        "switch_takes_effect": True,
+        "think_tokens_in_text": True,
+        "sampling_arrives": True,
+    }
 
 
 def test_nothing_to_do_is_said_and_nothing_is_run(finished: Project) -> None:
@@ -109,11 +122,11 @@ def test_concurrency_reruns_generate_without_one_request_and_nothing_after_it(
     copy: Project,
 ) -> None:
     (copy.root / "logs/vllm-generate.log").unlink()
-    before = traces(copy)
+    before = copy.traces()
     copy.set_params(generate__concurrency=63)
     assert copy.repro() == ["generate"]
     assert not (copy.root / "logs/vllm-generate.log").exists(), "a server was started"
-    assert traces(copy) == before
+    assert copy.traces() == before
 
 
 def test_think_tokens_rerun_identify_and_all_after_it_without_asking(copy: Project) -> None:
@@ -129,7 +142,7 @@ def test_think_tokens_rerun_identify_and_all_after_it_without_asking(copy: Proje
     )
     assert copy.repro("generate") == ["identify", "generate"]
     assert not (copy.root / "logs/vllm-generate.log").exists(), "a server was started"
-    assert {trace["status"] for trace in traces(copy)} & {"ok"} == set()
+    assert {trace["status"] for trace in copy.traces()} & {"ok"} == set()
     assert set(AFTER_IDENTIFY[1:]) <= copy.stale()
 
 
@@ -221,6 +234,6 @@ def test_an_end_at_any_moment_leaves_no_process_and_the_next_run_goes_on(
     kept = [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
     assert len(kept) >= 40
     assert project.repro("generate") == ["generate"]
-    finished = {trace["key"]: trace for trace in traces(project)}
+    finished = {trace["key"]: trace for trace in project.traces()}
     assert len(finished) == 464
     assert [finished[trace["key"]] for trace in kept] == kept

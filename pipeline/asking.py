@@ -9,22 +9,27 @@ An answer can call for another request at once: a larger budget for one that was
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from typing import BinaryIO
 
 from pipeline import diagnosis
 from pipeline.client import Answer, Request, ask_all, run
-from pipeline.errors import BadRun, GateFailed
+from pipeline.errors import BadRun, GateFailed, Refused, ServerStopped
 from pipeline.exchange import Question, request_body, trace_key, trace_of
 from pipeline.gate import Evidence, Gate, Tripped
 from pipeline.live import Live
 from pipeline.params import Params
 from pipeline.progress import progress_bar
 from pipeline.reasoning import Verdict, verdict_of
-from pipeline.records import CUT, NO_ANSWER, TRANSIENT, TRUNCATED, Message, Prompt, Status
+from pipeline.records import CUT, NO_ANSWER, TRANSIENT, TRUNCATED, Message, Prompt, Status, Trace
 from pipeline.server import Endpoint
 from pipeline.traces import FAILED_GATE, JOURNAL, Stored, append, forget, keep, read
 from pipeline.verifier import VerifierIdentity
+
+# A question over which so many servers died is not asked again by this run.
+MAX_DEATHS = 2
+CAUTION = 8  # what the concurrency is divided by for those over which one died
 
 Questions = dict[str, Question]  # by key, in the order of the prompts and their turns
 
@@ -41,8 +46,8 @@ def budget_of(answer: Stored | None, params: Params) -> int | None:
     if answer.verdict.status is Status.REJECTED_BY_SERVER:
         return generate.max_tokens if has_grown else None
     room = context - answer.verdict.prompt_tokens
-    may_go_on = has_grown or answer.max_tokens < generate.largest_max_tokens
     largest = min(generate.largest_max_tokens, room)
+    may_go_on = has_grown or answer.max_tokens < largest
     if (
         answer.verdict.status not in CUT
         or answer.verdict.generated_tokens >= largest
@@ -65,10 +70,15 @@ class Asking:
         self.params, self.verifier, self.prompts = params, verifier, prompts
         self.stored = stored
         self.new: dict[str, Verdict] = {}  # the answers of this run
-        self.sent: set[str] = set()
+        self.sent: dict[str, int] = {}  # by key, the max_tokens of its last request
         # Asked again with more tokens: the hard ones, which say little about the run.
         self._cut_before = {k for k, answer in stored.items() if answer.verdict.status in CUT}
-        self._num_settled = 0  # questions with an answer that is not asked for again
+        # Asked again because no answer came: that none comes now says nothing about the server.
+        self._in_vain = {k for k, a in stored.items() if a.verdict.status in NO_ANSWER}
+        self.num_settled = 0  # questions with an answer that is not asked for again
+        self._open: set[str] = set()  # in flight
+        self._refused: set[str] = set()  # since the last answer
+        self._deaths: Counter[str] = Counter()  # by key, how often a server died over it
         self._gate = Gate(params.generate)
 
     def key_of(self, question: Question) -> str:
@@ -103,10 +113,13 @@ class Asking:
         return {key: question for prompt in self.prompts for key, question in self.turns(prompt)}
 
     def todo(self, wanted: Questions) -> list[str]:
-        """What is to be asked now; last what was in flight when a server died, for one of these
-        may have killed it."""
-        keys = [key for key in wanted if budget_of(self.stored.get(key), self.params)]
-        return sorted(keys, key=lambda key: key in self.sent and key not in self.new)
+        """What is to be asked now, and was not asked in vain by this run already."""
+        in_vain = {key for key, verdict in self.new.items() if verdict.status in TRANSIENT}
+        return [
+            key
+            for key in wanted
+            if key not in in_vain and budget_of(self.stored.get(key), self.params)
+        ]
 
     def ask(self, endpoints: list[Endpoint]) -> None:
         """Ask what is to do and journal each answer; the first ones are judged before the rest.
@@ -115,8 +128,9 @@ class Asking:
             GateFailed: too few answers hold reasoning. Those without it lie in
                 data/.stash/failed_gate.jsonl and are asked again by the next run; the good ones
                 stay.
-            BadRun: the server answers nothing at all.
-            ServerStopped: no server is left.
+            BadRun: the server answers nothing at all, or refuses everything from some point on.
+                Its refusals are forgotten.
+            ServerStopped: no server is left. A question over which one died twice has failed.
         """
         generate = self.params.generate
         num_samples = generate.gate.num_samples
@@ -124,7 +138,7 @@ class Asking:
         todo = self.todo(questions)
         live = Live(sum(1 + questions[key].num_later for key in todo))
         go_on = asyncio.Event()  # set when the verdict on the first answers is certain
-        if self._num_settled >= num_samples or self._gate.has_passed_first:
+        if self.num_settled >= num_samples or self._gate.has_passed_first:
             go_on.set()
         with (
             JOURNAL.open("ab") as journal,
@@ -136,48 +150,77 @@ class Asking:
                 bar.total = live.total
                 bar.advance(1, str(live))
                 live.write("asking")
-                if self._num_settled == num_samples:
+                if self.num_settled == num_samples:
                     self._check_answers_come()
-                if self._num_settled >= num_samples or self._gate.has_passed_first:
+                if self.num_settled >= num_samples or self._gate.has_passed_first:
                     go_on.set()
                 return follow_up
 
-            requests = (self._request(key, questions[key], live) for key in todo)
             state = "stopped"
             try:
-                run(
-                    ask_all(
-                        requests,
-                        endpoints,
-                        generate.concurrency,
-                        generate.timeout_s,
-                        on_answer,
-                        stall_s=generate.stall_s,
-                        num_first=num_samples - self._num_settled,
-                        go_on=go_on,
+                for keys, concurrency in self._passes(todo):
+                    run(
+                        ask_all(
+                            (self._request(key, questions[key], live) for key in keys),
+                            endpoints,
+                            concurrency,
+                            generate.timeout_s,
+                            on_answer,
+                            stall_s=generate.stall_s,
+                            num_first=num_samples - self.num_settled,
+                            go_on=go_on,
+                        )
                     )
-                )
-                if self._num_settled >= min(num_samples, len(questions)):
+                if self.num_settled >= min(num_samples, len(questions)):
                     self._check_answers_come()
                 self._gate.check(self.stored[key].verdict for key in questions)
                 state = "done"
             except Tripped as tripped:
-                self._fail(tripped.evidence, endpoints[0], questions[todo[0]])
+                self._fail(tripped.evidence, endpoints[0], questions)
+            except Refused:
+                forget(lambda trace: trace["key"] in self._refused and _has_no_answer(trace))
+                raise
+            except ServerStopped:
+                self._blame(endpoints[0], questions, journal)
+                raise
             finally:
                 live.write(state)
+
+    def _passes(self, todo: list[str]) -> list[tuple[list[str], int]]:
+        """Keys and the concurrency to ask them at. What was in flight when a server died comes
+        last and in small numbers, for one of these may have killed it."""
+        concurrency = self.params.generate.concurrency
+        suspects = [key for key in todo if self._deaths[key]]
+        rest = [key for key in todo if not self._deaths[key]]
+        few = max(1, concurrency // CAUTION)
+        return [(keys, n) for keys, n in ((rest, concurrency), (suspects, few)) if keys]
+
+    def _blame(self, endpoint: Endpoint, questions: Questions, journal: BinaryIO) -> None:
+        """A server died: what was in flight is asked once more, and has then failed."""
+        self._deaths.update(self._open)
+        error = "in flight when the server died, twice"
+        for key in [key for key in self._open if self._deaths[key] == MAX_DEATHS]:
+            answer = Answer(key, None, error, "failed", MAX_DEATHS, endpoint, self.sent[key])
+            trace = trace_of(answer, questions[key], self.params, self.verifier)
+            verdict = verdict_of(trace, self.verifier, self.params.generate)
+            keep(key, Stored.of(trace, verdict, append(journal, trace)), self.stored)
+            self.new[key] = verdict
+            self.num_settled += 1
+        self._open.clear()
 
     def check_all(self, wanted: Questions) -> None:
         """Judge all that is there, asked now or earlier. Raises GateFailed."""
         try:
             self._gate.check(self.stored[key].verdict for key in wanted)
         except Tripped as tripped:
-            self._fail(tripped.evidence, None, next(iter(wanted.values())))
+            self._fail(tripped.evidence, None, wanted)
 
     def _request(self, key: str, question: Question, live: Live) -> Request:
         budget = budget_of(self.stored.get(key), self.params)
         assert budget is not None
         live.sent += 1
-        self.sent.add(key)
+        self.sent[key] = budget
+        self._open.add(key)
         return Request(key, request_body(question.messages, self.params.generate, budget))
 
     def _take(
@@ -189,11 +232,17 @@ class Asking:
         verdict = verdict_of(trace, self.verifier, self.params.generate)
         keep(key, Stored.of(trace, verdict, append(journal, trace)), self.stored)
         self.new[key] = verdict
+        self._open.discard(key)
         live.add(verdict)
-        if verdict.status in CUT and budget_of(self.stored[key], self.params):
+        if verdict.status is Status.REJECTED_BY_SERVER:
+            self._refused.add(key)
+        elif verdict.status not in NO_ANSWER:
+            self._refused.clear()
+        more = budget_of(self.stored[key], self.params) if verdict.status in CUT else None
+        if more and more > self.sent[key]:  # else a server that gives less than is asked for
             live.total += 1  # not judged: what counts is the answer to the second try
             return self._request(key, question, live)
-        self._num_settled += 1
+        self.num_settled += 1
         if key not in self._cut_before:
             self._gate.add(trace, verdict)
         later = self._later_question(key, question)
@@ -219,15 +268,16 @@ class Asking:
         Raises:
             BadRun: with the server's own words; its refusals are forgotten.
         """
-        if all(verdict.status in NO_ANSWER for verdict in self.new.values()):
-            forget(lambda trace: trace["key"] in self.new and trace["status"] in NO_ANSWER)
+        fresh = [verdict for key, verdict in self.new.items() if key not in self._in_vain]
+        if fresh and all(verdict.status in NO_ANSWER for verdict in fresh):
+            forget(lambda trace: trace["key"] in self.new and _has_no_answer(trace))
             last = self.stored[next(reversed(self.new))]
             raise BadRun(
                 f"the server answers none of the first {len(self.new)} questions: "
                 f"{last.error or last.finish_reason}"
             )
 
-    def _fail(self, evidence: Evidence, endpoint: Endpoint | None, question: Question) -> None:
+    def _fail(self, evidence: Evidence, endpoint: Endpoint | None, questions: Questions) -> None:
         """Raises GateFailed with the diagnosis, after setting aside what asking again may mend."""
         bad = {
             key
@@ -240,7 +290,15 @@ class Asking:
                 keep_in=FAILED_GATE,
             )
         elif not evidence.examples:
-            answers = [a for a in self.stored.values() if a.verdict.cause is evidence.main_cause]
+            wanted = [self.stored[key] for key in questions if key in self.stored]
+            answers = [a for a in wanted if a.verdict.cause is evidence.main_cause]
             evidence.examples.extend(read(answer.place) for answer in answers[:2])
+        # What is tried on the server is a question that failed.
+        failed = [trace["key"] for trace in evidence.examples if trace["key"] in questions]
+        question = questions[failed[-1] if failed else next(iter(questions))]
         message = diagnosis.of_run(evidence, endpoint, question, self.params, self.verifier)
         raise GateFailed(message) from None
+
+
+def _has_no_answer(trace: Trace) -> bool:
+    return trace["status"] in NO_ANSWER

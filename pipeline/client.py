@@ -9,20 +9,22 @@ One generation may take half an hour, so nothing here repeats one lightly: the `
 own retries are off. What is retried, and what is not:
 
     HTTP 5xx and other statuses, lost connection   3 attempts, with back-off and jitter
-    HTTP 429, 503                                  busy: up to 8 attempts, after `Retry-After` or
-                                                   a back-off that doubles from 1 s to 60 s
-    time-out                                       not in this run; the row stays to do
+    HTTP 429, 503                                  busy: after `Retry-After` or a back-off that
+                                                   doubles from 1 s to 60 s, as long as anything is
+                                                   being answered; else 8 attempts
+    time-out, HTTP 504                             not in this run; the row stays to do
     HTTP 400, 413, 422                             never: the question itself is refused; but once
-                                                   more if only its max_tokens is too large
+                                                   more if only its max_tokens is too large, or at
+                                                   another server if its length is not the reason
     HTTP 401, 403, 404                             the run ends: wrong key or wrong model
 
-No request is sent more than 8 times in all. Which server is next, and what ends a run besides a
-wrong key, is in pipeline/pool.py.
+Which server is next, and what ends a run besides a wrong key, is in pipeline/pool.py.
 """
 
 import asyncio
 import random
 import resource
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -42,6 +44,7 @@ BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 BUSY = frozenset({429, 503})
 REFUSED = frozenset({400, 413, 422})
 HOPELESS = frozenset({401, 403, 404})
+GATEWAY_TIMED_OUT = frozenset({504, 524})  # 524: Cloudflare's
 CONNECT_S = 30.0
 TOKENIZE_S = 60.0
 
@@ -84,6 +87,7 @@ async def ask_all(
 
     Raises:
         BadRun: the server refuses key or model.
+        Refused: it refuses one question after the other.
         ServerStopped: no server is left; what was in flight has no answer.
         whatever `on_answer` raises; requests in flight are then dropped.
     """
@@ -137,36 +141,44 @@ def run(coroutine: Any) -> None:
 async def _ask(request: Request, pool: Pool) -> Answer:
     """The answer to one request, after all the attempts that its errors deserve."""
     tried: list[Server] = []
-    num_busy = num_faults = 0
+    num_busy = num_in_vain = num_faults = 0
     pause_s = 0.0
-    while len(tried) < MAX_BUSY_ATTEMPTS and num_faults < MAX_ATTEMPTS:
+    while num_in_vain < MAX_BUSY_ATTEMPTS and num_faults < MAX_ATTEMPTS:
         await asyncio.sleep(pause_s)
         server = pool.next_one(tried)
         tried.append(server)
-        budget = request.body.get("max_tokens")
+        budget, asked_at = request.body.get("max_tokens"), time.monotonic()
         reply = await _send(request, server)
         match reply.outcome:
             case "answered" | "timed_out":
                 break
             case "refused":
-                smaller = await _smaller(request, server)
-                if smaller is None:
+                room = await _room(request, server)
+                pause_s = 0.0
+                if budget is not None and room is not None and 0 < room < budget:
+                    request = replace(request, body={**request.body, "max_tokens": room})
+                elif room is not None and room <= 0:
+                    server.recover()
                     break
-                request, pause_s = smaller, 0.0
+                elif all(other in tried for other in pool.servers):
+                    pool.refused(reply.error)
+                    break
             case "busy":
                 num_busy += 1
+                num_in_vain += not pool.is_at_work(asked_at)  # whoever is answered makes room
                 pause_s = _pause_s(num_busy, reply.retry_after_s)
                 pool.busy(server, pause_s)
                 if any(other.is_sound for other in pool.servers):  # and named no time
                     pause_s = _pause_s(num_busy)
             case "failed":
                 num_faults += 1
+                num_in_vain += 1
                 pause_s = _pause_s(num_faults)
                 pool.failed(server, reply.error)
-    if reply.outcome in ("answered", "refused"):
+    if reply.outcome == "answered":
         pool.answered(server)
-    else:
-        await pool.gave_up(server, reply.error, busy=reply.outcome == "busy")
+    elif reply.outcome != "refused":
+        await pool.gave_up(server, reply.error)
     outcome = "failed" if reply.outcome == "busy" else reply.outcome
     error = reply.error or None
     return Answer(request.key, reply.body, error, outcome, len(tried), server.endpoint, budget)
@@ -185,13 +197,18 @@ async def _send(request: Request, server: Server) -> _Reply:
     """Raises BadRun when the server refuses key or model."""
     try:
         async with server.asked():
-            return _Reply("answered", await _post(server, request))
+            body = await _post(server, request)
+        if body.get("error") and not body.get("choices"):  # some gateways say so with HTTP 200
+            return _Reply("failed", error=f"HTTP 200: {_safe(str(body['error']))}")
+        return _Reply("answered", body)
     except openai.APIStatusError as status:
         error, code = server_words(status), status.status_code
         if code in HOPELESS:
             raise BadRun(f"{server.endpoint.base_url} says {error}") from None
         if code in REFUSED:
             return _Reply("refused", error=error)
+        if code in GATEWAY_TIMED_OUT:
+            return _Reply("timed_out", error=error)
         if code in BUSY:
             return _Reply("busy", error=error, retry_after_s=_retry_after_s(status.response))
         return _Reply("failed", error=error)
@@ -219,15 +236,12 @@ async def _post(server: Server, request: Request) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-async def _smaller(request: Request, server: Server) -> Request | None:
-    """The same with the budget that its prompt leaves, if its budget alone was too large.
+async def _room(request: Request, server: Server) -> int | None:
+    """The tokens that the prompt leaves for an answer; None when the server does not say.
 
-    A present vLLM cuts such a budget by itself, an older one refuses the request. Its /tokenize
-    tells, where its words would differ from version to version.
+    A present vLLM cuts a budget that does not fit by itself, an older one refuses the request. Its
+    /tokenize tells, where its words would differ from version to version.
     """
-    wanted = request.body.get("max_tokens")
-    if wanted is None:
-        return None
     question = {
         "model": server.endpoint.model,
         "messages": request.body["messages"],
@@ -242,12 +256,9 @@ async def _smaller(request: Request, server: Server) -> Request | None:
             options={"timeout": TOKENIZE_S},
         )
         counted = orjson.loads(response.content)
-        room = counted["max_model_len"] - counted["count"]
-    except (openai.APIError, orjson.JSONDecodeError, KeyError, TypeError):
+        return int(counted["max_model_len"]) - int(counted["count"])
+    except (openai.APIError, ValueError, KeyError, TypeError):
         return None
-    return (
-        replace(request, body={**request.body, "max_tokens": room}) if 0 < room < wanted else None
-    )
 
 
 def _pause_s(nth: int, retry_after_s: float = 0.0) -> float:
@@ -270,8 +281,11 @@ def server_words(error: openai.APIStatusError) -> str:
     """`HTTP 400: …` on one line, not too long, and without our key, which some servers echo."""
     body = error.body
     text = body.get("message") if isinstance(body, dict) else None
-    words = " ".join(str(text or error.response.text).split()).replace(api_key(), "<key>")
-    return f"HTTP {error.status_code}: {words[:300]}"
+    return f"HTTP {error.status_code}: {_safe(str(text or error.response.text))}"
+
+
+def _safe(words: str) -> str:
+    return " ".join(words.split()).replace(api_key(), "<key>")[:300]
 
 
 def api_client(endpoint: Endpoint, concurrency: int, timeout_s: float) -> openai.AsyncOpenAI:

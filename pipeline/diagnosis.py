@@ -8,6 +8,8 @@ the model?), the running server is asked: the known switches are tried and what 
 
 from typing import Any
 
+from yaml import YAMLError
+
 from pipeline.client import Answer, Request, ask_all, run
 from pipeline.errors import PipelineError
 from pipeline.exchange import Question, request_body, trace_of
@@ -124,7 +126,10 @@ def in_words(
 def line(key: str, *value: Any) -> str:
     """`params.yaml:83 generate.thinking_switch: thinking`"""
     said = f": {value[0]}" if value else ""
-    return f"{PARAMS_PATH}:{line_of(key)} {key}{said}"
+    try:
+        return f"{PARAMS_PATH}:{line_of(key)} {key}{said}"
+    except (OSError, ValueError, YAMLError, AssertionError, StopIteration):
+        return f"{PARAMS_PATH} {key}{said}"  # it was edited while the run went on
 
 
 def shown(trace: Trace) -> str:

@@ -8,6 +8,7 @@
     ├── ServerError               vLLM did not start, or answers nonsense
     │   └── ServerStopped         it ran and then died, hung or failed every request
     └── BadRun                    the rows themselves show that going on is a waste
+        ├── Refused               the server refuses one question after the other
         └── GateFailed            too few answers hold reasoning
 
 A bad *row* raises nothing: it is counted under its reason (see `pipeline.records`).
@@ -49,6 +50,10 @@ class ServerStopped(ServerError):
 
 class BadRun(PipelineError):
     """Enough rows failed to know that the remaining ones would fail too."""
+
+
+class Refused(BadRun):
+    """The server refuses questions in a row that it should take."""
 
 
 class GateFailed(BadRun):

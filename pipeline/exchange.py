@@ -8,6 +8,8 @@ question.next_turn(content)                                    → the user's ne
 
 from typing import Any, NamedTuple
 
+import orjson
+
 from pipeline.client import Answer
 from pipeline.params import Generate, Params
 from pipeline.reasoning import judge, split_content
@@ -130,6 +132,7 @@ def _answered(
         row["content"] = _text(message["content"])
     if message.get("tool_calls"):
         row["tool_calls"] = message["tool_calls"]
+    orjson.dumps([row["finish_reason"], message.get("tool_calls")])  # TypeError: nested too deep
     others = [
         field
         for field, value in message.items()

@@ -14,18 +14,22 @@ lie on disk meanwhile: pipeline/traces.py.
 
 import argparse
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from pipeline.asking import Asking
 from pipeline.errors import BadRun, ServerStopped
 from pipeline.importing import import_file
+from pipeline.live import Live
 from pipeline.params import Generate, endpoints_from, load_params
-from pipeline.probe import probe, questions_to_probe_with
+from pipeline.probe import Findings, probe, questions_to_probe_with
+from pipeline.progress import waiting
 from pipeline.reasoning import verdict_of
 from pipeline.records import (
     PROMPTS_PATH,
@@ -102,7 +106,7 @@ def ask_until_done(asking: Asking) -> None:
         asking.ask(endpoints)
         return
     for num_restarts in range(MAX_RESTARTS + 1):
-        num_answers = len(asking.new)
+        num_before = asking.num_settled
         with ExitStack() as stack:
             try:
                 # The log of a server that died is not written over.
@@ -113,7 +117,7 @@ def ask_until_done(asking: Asking) -> None:
                 asking.ask([endpoint])
                 return
             except ServerStopped as stopped:
-                if num_restarts == MAX_RESTARTS or len(asking.new) == num_answers:
+                if num_restarts == MAX_RESTARTS or asking.num_settled == num_before:
                     raise
                 print(f"{stopped.what}; starting it again ({num_restarts + 1} of {MAX_RESTARTS})")
 
@@ -121,17 +125,33 @@ def ask_until_done(asking: Asking) -> None:
 def probe_all(endpoints: list[Endpoint], asking: Asking) -> None:
     """Probe each server, say and store what was found. Raises BadRun."""
     questions = questions_to_probe_with(asking.wanted(), asking.stored)
-    with ThreadPoolExecutor(len(endpoints)) as threads:
-        findings = list(
-            threads.map(
-                lambda endpoint: probe(endpoint, questions, asking.params, asking.verifier),
-                endpoints,
-            )
+    Live(0).write("probing")
+    with waiting("probing the server"):
+        findings = _side_by_side(
+            lambda endpoint: probe(endpoint, questions, asking.params, asking.verifier), endpoints
         )
     found = sorted({str(each): asdict(each) for each in findings}.items())
     for words, _ in found:
         print(f"probe: {words}")
     write_json(PROBES, _probes() | {asking.settings_key: [facts for _, facts in found]})
+
+
+def _side_by_side(
+    look: Callable[[Endpoint], Findings], endpoints: list[Endpoint]
+) -> list[Findings]:
+    """In threads that end with the process: those of a ThreadPoolExecutor are waited for, and a
+    Ctrl-C would last as long as a hung server."""
+    found: list[Future[Findings]] = [Future() for _ in endpoints]
+
+    def settle(endpoint: Endpoint, future: Future[Findings]) -> None:
+        try:
+            future.set_result(look(endpoint))
+        except BaseException as error:
+            future.set_exception(error)
+
+    for pair in zip(endpoints, found, strict=True):
+        Thread(target=settle, args=pair, daemon=True).start()
+    return [future.result() for future in found]
 
 
 def _probes() -> dict[str, Any]:

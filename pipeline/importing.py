@@ -7,7 +7,8 @@ say of sampling, thinking and model, params.yaml says: the user vouches for it.
 
 Each row is judged as an answer of the server would be, and keyed by what it is. Rows that the
 present params want are there for the next `make repro`; the others wait in data/.stash. Rows of no
-use are counted by reason and listed in logs/import.rejected.jsonl.
+use, those without reasoning among them, are counted by reason (ImportRejection, or their status)
+and listed in logs/import.rejected.jsonl.
 """
 
 from collections import Counter
@@ -23,13 +24,24 @@ from pipeline.exchange import Question, trace_key, trace_of
 from pipeline.params import Generate, Params, load_params
 from pipeline.progress import progress_bar
 from pipeline.reasoning import verdict_of
-from pipeline.records import NO_ANSWER, TRACES, Message, Prompt, Trace, count_by, in_words
-from pipeline.resume import content_key, jsonl, one_writer, write_bytes
+from pipeline.records import (
+    NO_ANSWER,
+    TRACES,
+    TRUNCATED,
+    Message,
+    Prompt,
+    Status,
+    Trace,
+    in_words,
+)
+from pipeline.resume import BOM, content_key, jsonl, one_writer, write_bytes
 from pipeline.server import Endpoint
 from pipeline.stage import LOGS
 from pipeline.traces import JOURNAL, Stored, append, keep, load_stored
 from pipeline.verifier import VerifierIdentity, load_verifier
 
+# What a run would ask again or set aside is better asked than imported.
+USABLE = TRUNCATED | {Status.OK, Status.THINKING_OFF_BY_USER}
 REJECTED_PATH = LOGS / "import.rejected.jsonl"
 
 
@@ -41,14 +53,14 @@ class ImportRejection(StrEnum):
     NO_QUESTION = "no_question"  # no user turn before the answer
     OTHER_MODEL = "other_model"  # it names another model than verifier.model
     NO_FINISH_REASON = "no_finish_reason"  # was it cut? neither finish_reason nor an end token
-    NO_ANSWER = "no_answer"  # nothing in it, or a finish_reason that ends nothing
+    NO_TEXT = "no_text"  # neither text nor ids in it
     ALREADY_THERE = "already_there"
 
 
 class Rejected(Exception):
     """A row that is not taken in; `reason` says why."""
 
-    def __init__(self, reason: ImportRejection) -> None:
+    def __init__(self, reason: ImportRejection | Status) -> None:
         super().__init__(reason.value)
         self.reason = reason
 
@@ -75,6 +87,8 @@ def import_file(path: Path) -> None:
             progress_bar("importing", num_bytes, "bytes") as bar,
         ):
             for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
                 try:
                     trace = imported(line, params, verifier)
                     there = stored.get(trace["key"])
@@ -88,7 +102,7 @@ def import_file(path: Path) -> None:
                     rejected.append({"row": number, "reason": rejection.reason.value})
                 bar.advance(len(line), f"{len(rejected)} rejected")
     write_bytes(REJECTED_PATH, jsonl(rejected))
-    reasons = count_by((row["reason"] for row in rejected), ImportRejection)
+    reasons = Counter(row["reason"] for row in rejected)
     taken = statuses.total()
     print(
         f"{taken + len(rejected)} rows: {taken} taken in ({in_words(statuses)}), {len(rejected)} "
@@ -103,7 +117,7 @@ def imported(line: bytes, params: Params, verifier: VerifierIdentity) -> Trace:
         Rejected: with the reason.
     """
     try:
-        row = orjson.loads(line)
+        row = orjson.loads(line.removeprefix(BOM))
     except orjson.JSONDecodeError:
         raise Rejected(ImportRejection.NOT_JSON) from None
     if not isinstance(row, dict):
@@ -118,6 +132,8 @@ def imported(line: bytes, params: Params, verifier: VerifierIdentity) -> Trace:
     made_with = params.generate.model_copy(update={"thinking": thinking})
     sampling = _sampling(said.get("sampling", {}), made_with)
     budget = int(sampling.pop("max_tokens"))
+    if budget < 1:
+        raise Rejected(ImportRejection.BAD_SHAPE)
     key = trace_key(messages, sampling, made_with.template_kwargs, verifier)
     body = {
         "prompt_token_ids": row.get("prompt_token_ids"),
@@ -147,8 +163,10 @@ def imported(line: bytes, params: Params, verifier: VerifierIdentity) -> Trace:
     trace = trace_of(answer, Question.first(prompt), as_made, verifier)
     if "error" in trace:
         raise Rejected(ImportRejection.BAD_SHAPE)
-    if trace["status"] in NO_ANSWER or not (trace["token_ids"] or _has_text(trace)):
-        raise Rejected(ImportRejection.NO_ANSWER)
+    if not (trace["token_ids"] or _has_text(trace)):
+        raise Rejected(ImportRejection.NO_TEXT)
+    if trace["status"] not in USABLE:
+        raise Rejected(Status(trace["status"]))
     return {**trace, "sampling": {**sampling, "max_tokens": budget}, "imported": True}
 
 
@@ -161,7 +179,7 @@ def _sampling(said: Any, params: Generate) -> dict[str, float | int]:
     for name, value in said.items():
         if value is None:
             continue
-        if type(value) not in (int, float):
+        if type(value) not in (int, float) or abs(value) >= 2**53:
             raise Rejected(ImportRejection.BAD_SHAPE)
         values[name] = type(values[name])(value) if name in values else value
     return values

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 from pipeline.reasoning import Cause, Verdict
@@ -83,7 +84,8 @@ class Live:
         if state == "asking" and now - self._written < SECONDS_BETWEEN_WRITES:
             return
         self._written = now
-        LOGS.mkdir(exist_ok=True)
         temp = STATUS_PATH.with_suffix(TEMP_SUFFIX)
-        temp.write_text(json.dumps({"state": state, **self.facts()}), encoding="utf-8")
-        os.replace(temp, STATUS_PATH)  # no fsync: it would hold up every answer for a mere view
+        with suppress(OSError):  # nor may a mere view end the run, or hide what does
+            LOGS.mkdir(exist_ok=True)
+            temp.write_text(json.dumps({"state": state, **self.facts()}), encoding="utf-8")
+            os.replace(temp, STATUS_PATH)  # no fsync: it would hold up every answer

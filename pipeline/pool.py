@@ -24,7 +24,7 @@ import httpx2
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.errors import ServerStopped
+from pipeline.errors import Refused, ServerStopped
 from pipeline.server import Endpoint, api_key
 
 # More than the attempts of one request: a single question that breaks the server's parser each
@@ -33,6 +33,7 @@ MAX_FAILURES = 5
 REST_S, MAX_REST_S = 30.0, 300.0
 # So many requests given up in a row (or all that are open, if more), and the run ends.
 MAX_CONSECUTIVE_FAILURES = 30
+LONG_S = 10.0  # what is in flight for longer is being generated
 # A dying server drops its connections some seconds before its process is gone.
 LAST_BREATH_S = 10.0
 POLL_S, METRICS_TIMEOUT_S = 5.0, 10.0
@@ -44,19 +45,19 @@ class Server:
 
     def __init__(self, endpoint: Endpoint, client: openai.AsyncOpenAI) -> None:
         self.endpoint, self.client = endpoint, client
-        self.in_flight: set[asyncio.Timeout] = set()
+        self.in_flight: dict[asyncio.Timeout, float] = {}  # since when
         self.failures = 0  # in a row
-        self._rests_until = 0.0
+        self._rests_until = self._busy_until = 0.0
 
     @asynccontextmanager
     async def asked(self) -> AsyncIterator[None]:
         """A request in flight. Raises TimeoutError when it is let go, and on no other occasion."""
         async with asyncio.timeout(None) as scope:
-            self.in_flight.add(scope)
+            self.in_flight[scope] = time.monotonic()
             try:
                 yield
             finally:
-                self.in_flight.discard(scope)
+                del self.in_flight[scope]
 
     @property
     def rests(self) -> bool:
@@ -65,10 +66,16 @@ class Server:
     @property
     def is_sound(self) -> bool:
         """After a rest that failures brought about, one request at a time is trusted to it."""
-        return not self.rests and (self.failures < MAX_FAILURES or not self.in_flight)
+        if self.rests or time.monotonic() < self._busy_until:
+            return False
+        return self.failures < MAX_FAILURES or not self.in_flight
 
     def rest(self, seconds: float) -> None:
         self._rests_until = max(self._rests_until, time.monotonic() + seconds)
+
+    def pause(self, seconds: float) -> None:
+        """As it asked for; no answer that comes meanwhile shortens it."""
+        self._busy_until = max(self._busy_until, time.monotonic() + seconds)
 
     def recover(self) -> None:
         self.failures, self._rests_until = 0, 0.0
@@ -85,7 +92,14 @@ class Pool:
     def __init__(self, servers: Sequence[Server], metrics: httpx2.AsyncClient) -> None:
         self.servers, self.num_open = servers, 0
         self._metrics = metrics
-        self._given_up_in_a_row = 0
+        self._last_answer = time.monotonic()
+        self._given_up_in_a_row = self._refused_in_a_row = 0
+
+    def is_at_work(self, since: float) -> bool:
+        """Whether an answer came since then, or is being generated: a refusal comes sooner."""
+        long_ago = time.monotonic() - LONG_S
+        began = (moment for server in self.servers for moment in server.in_flight.values())
+        return self._last_answer > since or any(moment < long_ago for moment in began)
 
     def next_one(self, tried: Sequence[Server]) -> Server:
         """The least busy sound server, of those that this request tried least."""
@@ -94,12 +108,23 @@ class Pool:
 
     def answered(self, server: Server) -> None:
         server.recover()
-        self._given_up_in_a_row = 0
+        self._given_up_in_a_row = self._refused_in_a_row = 0
+        self._last_answer = time.monotonic()
+
+    def refused(self, error: str) -> None:
+        """For no reason that the question's length would explain. Raises Refused when that is all
+        that comes."""
+        self._refused_in_a_row += 1
+        if self._refused_in_a_row >= max(MAX_CONSECUTIVE_FAILURES, self.num_open):
+            raise Refused(
+                f"{', '.join(s.endpoint.base_url for s in self.servers)} refused "
+                f"{self._refused_in_a_row} questions in a row, at last with {error!r}"
+            )
 
     def busy(self, server: Server, pause_s: float) -> None:
         """It wants a pause, which is no failure. Raises ServerStopped when our own server died."""
         _check_process(server)
-        server.rest(pause_s)
+        server.pause(pause_s)
 
     def failed(self, server: Server, error: str) -> None:
         """A 5xx or a lost connection. Raises ServerStopped when our own server died."""
@@ -109,11 +134,9 @@ class Pool:
             if server.failures >= MAX_FAILURES:
                 self._set_aside(server, f"failed {server.failures} times in a row: {error}")
 
-    async def gave_up(self, server: Server, error: str, *, busy: bool = False) -> None:
+    async def gave_up(self, server: Server, error: str) -> None:
         """Raises ServerStopped when our own server died, or none has answered for too long."""
         await _wait_for_end(server)
-        if busy and any(server.in_flight for server in self.servers):
-            return  # full of long generations, which says nothing against it
         self._given_up_in_a_row += 1
         if self._given_up_in_a_row >= max(MAX_CONSECUTIVE_FAILURES, self.num_open):
             raise ServerStopped(

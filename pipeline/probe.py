@@ -173,7 +173,7 @@ def _problem(
 def _reasoning_field(answer: Answer, trace: Trace) -> str | None:
     """The field that holds the reasoning, as the server sent it."""
     assert answer.body is not None
-    message = answer.body["choices"][0]["message"]
+    message = answer.body["choices"][0]["message"] or {}
     return next((field for field in REASONING_FIELDS if (message.get(field) or "").strip()), None)
 
 
@@ -243,12 +243,12 @@ def _think_tokens_in_text(
 def _is_greedy(answer: Answer) -> bool | None:
     """Whether each token was the likeliest, as temperature 0 and no penalty make it."""
     assert answer.body is not None
-    tokens = ((answer.body["choices"][0].get("logprobs") or {}).get("content")) or []
     try:
+        tokens = (answer.body["choices"][0].get("logprobs") or {}).get("content") or []
         margins = [
             token["logprob"] - max(likely["logprob"] for likely in token["top_logprobs"])
             for token in tokens
         ]
         return min(margins) >= -1e-4 if margins else None
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, AttributeError):
         return None  # probabilities of another shape

@@ -62,7 +62,7 @@ class _LiveBar(Bar):
     def _show(self) -> None:
         rate = self.done / max(time.monotonic() - self._started, 1e-9)
         note = f"{rate:.1f} {self.unit}/s" + (f", {self.note}" if self.note else "")
-        self._progress.update(self._task, completed=self.done, note=note)
+        self._progress.update(self._task, total=self.total, completed=self.done, note=note)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from pipeline.records import (
     count_by,
     in_words,
 )
-from pipeline.resume import content_key, jsonl, write_bytes, write_json
+from pipeline.resume import BOM, content_key, jsonl, write_bytes, write_json
 from pipeline.stage import run_stage
 
 REJECTED_PATH = Path("data/prompts/rejected.jsonl")
@@ -61,7 +61,6 @@ ROLES = {
     "observation": "tool",
 }
 ROWS_PER_PROGRESS = 1000
-BOM = b"\xef\xbb\xbf"  # what some editors put before the first line
 
 
 class Rejected(Exception):

@@ -91,7 +91,7 @@ class Trace(TypedDict):
     """One answered question, a line in data/traces/part-*.jsonl."""
 
     sample_id: str
-    key: str  # sha256 of all that determines the answer; see pipeline.generate.trace_key
+    key: str  # sha256 of all that determines the answer; see pipeline.exchange.trace_key
     status: str
     source: str
     messages: list[Message]

@@ -18,6 +18,7 @@ import orjson
 from pipeline.errors import DataError, UserError
 
 TEMP_SUFFIX = ".tmp"
+BOM = b"\xef\xbb\xbf"  # what some editors put before the first line of a file
 
 
 def content_key(value: Any) -> str:

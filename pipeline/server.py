@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx2
 
-from pipeline.errors import ServerError, VerifierError
+from pipeline.errors import ServerError, UserError, VerifierError
 from pipeline.params import Verifier
 from pipeline.progress import waiting
 from pipeline.records import DRAFT
@@ -228,7 +228,10 @@ def _wait_until_ready(server: _Server) -> Endpoint:
 
 def api_key() -> str:
     """The key that the servers want; the client insists on one where they want none."""
-    return os.environ.get("OPENAI_API_KEY") or "no-key"
+    key = os.environ.get("OPENAI_API_KEY", "").strip()  # read from a file it ends in a newline
+    if not (key.isascii() and key.isprintable()):  # an error of the client would quote it
+        raise UserError("OPENAI_API_KEY holds characters that no HTTP header can")
+    return key or "no-key"
 
 
 def meet(base_url: str) -> Endpoint:
@@ -239,13 +242,16 @@ def meet(base_url: str) -> Endpoint:
         with httpx2.Client(timeout=10, trust_env=False, headers=headers) as client:
             models = client.get(f"{base_url}/models").raise_for_status().json()["data"]
             version = client.get(f"{root}/version").raise_for_status().json()["version"]
-    except (httpx2.HTTPError, httpx2.InvalidURL, KeyError, ValueError) as error:
+        if not models:
+            raise ServerError(f"the server at {base_url} serves no model")
+        model = models[0]
+        return Endpoint(base_url, model["id"], version, int(model.get("max_model_len") or 0))
+    except (
+        *(httpx2.HTTPError, httpx2.InvalidURL),
+        *(KeyError, ValueError, TypeError, AttributeError),  # JSON of another shape
+    ) as error:
         reason = str(error).partition("\n")[0]  # httpx adds a line of advice
         raise ServerError(f"no vLLM server at {base_url} ({reason})") from error
-    if not models:
-        raise ServerError(f"the server at {base_url} serves no model")
-    model = models[0]
-    return Endpoint(base_url, model["id"], version, int(model.get("max_model_len") or 0))
 
 
 def meet_all(base_urls: Sequence[str], verifier: Verifier) -> list[Endpoint]:

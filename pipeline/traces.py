@@ -217,6 +217,8 @@ def _parsed(line: bytes, path: Path) -> Trace:
         trace: Trace = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise DataError(f"{path} holds a line that is no JSON ({error})") from error
+    if not isinstance(trace, dict) or "key" not in trace:
+        raise DataError(f"{path} holds a line that is no trace")
     return trace
 
 

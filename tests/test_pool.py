@@ -1,5 +1,6 @@
 """Several servers, and what happens when one fails, hangs, dies or comes back."""
 
+import asyncio
 import socket
 import subprocess
 import threading
@@ -9,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 from aiohttp import web
 
-from pipeline.client import Answer, Request, ask_all, run
+from pipeline.client import MAX_BUSY_ATTEMPTS, Answer, Request, ask_all, run
 from pipeline.errors import ServerStopped
 from pipeline.server import Endpoint
 from tests.fake_server import FakeServer, counters, fail, reset, silence, torn_json
@@ -209,24 +210,42 @@ def test_many_bad_questions_at_once_are_no_dead_server(server):
 # busy servers
 
 
-def test_a_server_full_of_long_generations_refuses_many_and_is_no_dead_one(server):
+def test_a_server_with_few_places_answers_all_in_its_time(server, monkeypatch):
+    """A gateway that takes four requests at once and refuses the others: each comes to its turn."""
+    monkeypatch.setattr("pipeline.client.MAX_BACKOFF_S", 0.05)
+    monkeypatch.setattr("pipeline.pool.LONG_S", 0.0)
+
+    async def four_at_once(http: web.Request, answer: dict) -> web.StreamResponse:
+        if server.in_flight > 4:
+            return await fail(429)(http, answer)
+        await asyncio.sleep(0.02)
+        return web.json_response(answer)
+
+    server.always(four_at_once)
+    answers = ask(server, questions(64), concurrency=16)
+    assert [answer.outcome for answer in answers.values()] == ["answered"] * 64
+    assert max(answer.attempts for answer in answers.values()) > MAX_BUSY_ATTEMPTS
+
+
+def test_a_server_full_of_long_generations_is_waited_for(server, monkeypatch):
     """Nothing is answered for long: what it works at shows that it is alive."""
+    monkeypatch.setattr("pipeline.client.MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr("pipeline.pool.LONG_S", 0.0)
     server.next(*[server.hold] * 4)
-    server.from_request(5, fail(429))
-    answers: dict[str, Answer] = {}
-    given_up = []
+    num_refused = 0
 
-    def on_answer(answer: Answer) -> None:
-        answers[answer.key] = answer
-        given_up.append(answer.outcome == "failed")
-        if sum(given_up) == 60:
+    async def full(http: web.Request, answer: dict) -> web.StreamResponse:
+        nonlocal num_refused
+        if server.in_flight <= 4:
+            return web.json_response(answer)
+        num_refused += 1
+        if num_refused == 200:
             server.release()
+        return await fail(429)(http, answer)
 
-    requests = [request(question) for question in questions(64)]
-    run(ask_all(requests, [endpoint_of(server)], 8, 30, on_answer))
-    assert (
-        sorted(answer.outcome for answer in answers.values()) == ["answered"] * 4 + ["failed"] * 60
-    )
+    server.always(full)
+    answers = ask(server, questions(64), concurrency=8)
+    assert [answer.outcome for answer in answers.values()] == ["answered"] * 64
 
 
 def test_a_server_that_is_always_busy_ends_the_run_in_the_end(server):

@@ -3,7 +3,7 @@
 The demo verifier is served with thinking off by default, and `generate.thinking_switch` has a name
 that its chat template does not know, so the request to think is ignored: what happens to whoever
 takes another model's switch. Timed from the ready server, as a start of the stage, to its end with
-code 1 and a message about reasoning.
+code 1 and a message that names the switch.
 
     seconds_to_reasoning_verdict
 
@@ -45,7 +45,7 @@ def seconds_to_verdict(project: Project, base_url: str) -> float:
         text=True,
     )
     seconds = time.monotonic() - began
-    if ended.returncode != 1 or "reasoning" not in ended.stderr:
+    if ended.returncode != 1 or "generate.thinking_switch" not in ended.stderr:
         sys.exit(f"no verdict, but code {ended.returncode}:\n{ended.stdout}{ended.stderr}")
     print(f"{seconds:.1f} s: {ended.stderr.splitlines()[0]}")
     return seconds

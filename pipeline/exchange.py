@@ -13,7 +13,7 @@ import orjson
 from pipeline.client import Answer
 from pipeline.params import Generate, Params
 from pipeline.reasoning import judge, split_content
-from pipeline.records import Message, Prompt, Status, Trace
+from pipeline.records import Message, Prompt, Status, Trace, turn_id
 from pipeline.resume import content_key
 from pipeline.verifier import VerifierIdentity
 
@@ -35,8 +35,7 @@ class Question(NamedTuple):
 
     @property
     def sample_id(self) -> str:
-        """`c7_gen0`, `c7_gen1`, …"""
-        return f"{self.prompt['sample_id'].removesuffix('_gen0')}_gen{self.turn}"
+        return turn_id(self.prompt, self.turn)
 
     @property
     def num_later(self) -> int:

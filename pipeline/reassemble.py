@@ -44,6 +44,7 @@ from pipeline.records import (
     Trace,
     count_by,
     in_words,
+    turn_id,
 )
 from pipeline.resume import jsonl, read_jsonl, write_bytes, write_json
 from pipeline.stage import run_stage
@@ -118,15 +119,11 @@ def prompts_and_traces() -> Iterator[tuple[Prompt, list[Trace]]]:
     for prompt, group in zip_longest(read_jsonl(PROMPTS_PATH), by_prompt):
         traces = list(group[1]) if group else []
         found = [trace["sample_id"] for trace in traces]
-        if not prompt or not found or found != turn_ids(prompt)[: len(found)]:
+        turns = range(1 + len(prompt["later_turns"])) if prompt else ()
+        expected = [turn_id(prompt, turn) for turn in turns]  # type: ignore[arg-type]
+        if not found or found != expected[: len(found)]:
             raise DataError(f"{TRACES} does not answer {PROMPTS_PATH}; `dvc repro generate` does")
         yield prompt, traces  # type: ignore[misc]  # TypedDicts as stored
-
-
-def turn_ids(prompt: dict[str, Any]) -> list[str]:
-    """The sample ids that the answers to a prompt may have: q_gen0, q_gen1 …"""
-    base = prompt["sample_id"].removesuffix("0")
-    return [f"{base}{turn}" for turn in range(1 + len(prompt["later_turns"]))]
 
 
 def sequence_of(

@@ -59,6 +59,11 @@ class Prompt(TypedDict):
     later_turns: list[str]  # the user's further questions (prompts.turns: all)
 
 
+def turn_id(prompt: Prompt, turn: int) -> str:
+    """The sample id of the answer to a turn: `c7_gen0`, `c7_gen1`, …"""
+    return f"{prompt['sample_id'].removesuffix('_gen0')}_gen{turn}"
+
+
 class Status(StrEnum):
     """What became of a question. Decided from token ids first, text second."""
 

@@ -81,6 +81,11 @@ class Asking:
         self._deaths: Counter[str] = Counter()  # by key, how often a server died over it
         self._gate = Gate(params.generate)
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a server died over questions."""
+        return bool(self._deaths)
+
     def key_of(self, question: Question) -> str:
         return self._key(question.messages)
 

@@ -95,7 +95,8 @@ def ask_until_done(asking: Asking) -> None:
 
     Raises:
         BadRun: the server does not do what params.yaml says; nothing was asked.
-        ServerStopped: it died without an answer since it was started, or too often.
+        ServerStopped: it died too often, or twice without an answer since it was started, or
+            before it was asked.
         and what `Asking.ask` raises.
     """
     params = asking.params
@@ -117,7 +118,9 @@ def ask_until_done(asking: Asking) -> None:
                 asking.ask([endpoint])
                 return
             except ServerStopped as stopped:
-                if num_restarts == MAX_RESTARTS or asking.num_settled == num_before:
+                # The first batch may hold the one question that kills it; then it is told apart.
+                no_hope = num_restarts > 0 or not asking.has_suspects
+                if num_restarts == MAX_RESTARTS or (asking.num_settled == num_before and no_hope):
                     raise
                 print(f"{stopped.what}; starting it again ({num_restarts + 1} of {MAX_RESTARTS})")
 

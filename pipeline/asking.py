@@ -11,6 +11,7 @@ An answer can call for another request at once: a larger budget for one that was
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from typing import BinaryIO
 
 from pipeline import diagnosis
@@ -77,7 +78,9 @@ class Asking:
         self._in_vain = {k for k, a in stored.items() if a.verdict.status in NO_ANSWER}
         self.num_settled = 0  # questions with an answer that is not asked for again
         self._open: set[str] = set()  # in flight
-        self._refused: set[str] = set()  # since the last answer
+        self._count = count()
+        self._nth: dict[str, int] = {}  # by key, the place of its last request among all
+        self._refused: set[str] = set()  # and nothing sent later was answered
         self._deaths: Counter[str] = Counter()  # by key, how often a server died over it
         self._gate = Gate(params.generate)
 
@@ -226,6 +229,7 @@ class Asking:
         live.sent += 1
         self.sent[key] = budget
         self._open.add(key)
+        self._nth[key] = next(self._count)
         return Request(key, request_body(question.messages, self.params.generate, budget))
 
     def _take(
@@ -242,7 +246,7 @@ class Asking:
         if verdict.status is Status.REJECTED_BY_SERVER:
             self._refused.add(key)
         elif verdict.status not in NO_ANSWER:
-            self._refused.clear()
+            self._refused = {k for k in self._refused if self._nth[k] > self._nth[key]}
         more = budget_of(self.stored[key], self.params) if verdict.status in CUT else None
         if more and more > self.sent[key]:  # else a server that gives less than is asked for
             live.total += 1  # not judged: what counts is the answer to the second try

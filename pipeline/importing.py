@@ -97,7 +97,7 @@ def import_file(path: Path) -> None:
                     verdict = verdict_of(trace, verifier, params.generate)
                     place = append(journal, trace)
                     keep(trace["key"], Stored.of(trace, verdict, place), stored)
-                    statuses[verdict.status.value] += 1
+                    statuses[trace["status"]] += 1
                 except Rejected as rejection:
                     rejected.append({"row": number, "reason": rejection.reason.value})
                 bar.advance(len(line), f"{len(rejected)} rejected")

@@ -79,7 +79,7 @@ class Live:
         return ", ".join(parts)
 
     def write(self, state: str) -> None:
-        """`state` is asking, done or stopped; only the first may be skipped for coming too soon."""
+        """`state`: probing, asking, done or stopped. `asking` is skipped when it comes too soon."""
         now = time.monotonic()
         if state == "asking" and now - self._written < SECONDS_BETWEEN_WRITES:
             return

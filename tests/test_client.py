@@ -6,9 +6,10 @@ import resource
 from dataclasses import replace
 
 import pytest
+from aiohttp import web
 
 from pipeline.client import Answer, Request, ask_all, run
-from pipeline.errors import BadRun, PipelineError, ServerStopped
+from pipeline.errors import BadRun, PipelineError, Refused, ServerStopped, UserError
 from pipeline.exchange import request_body
 from pipeline.params import load_params
 from pipeline.server import Endpoint
@@ -462,3 +463,104 @@ def test_an_error_of_the_callback_ends_the_run_as_itself(server):
     with pytest.raises(Stop, match="enough"):
         run(ask_all(requests, [endpoint_of(server)], 4, 30, on_answer))
     assert len(server.bodies) <= 8
+
+
+# refusals that the length does not explain
+
+TOO_LONG = "Q" * 1100  # of 1,024
+
+
+@pytest.mark.parametrize("tokenizes", [True, False])
+def test_refusals_in_a_row_that_no_length_explains_end_the_run(tokenizes):
+    """A server that takes nothing any more must not use up all questions."""
+    answers: dict[str, Answer] = {}
+    with FakeServer(tokenizes=tokenizes) as server:
+        server.always(fail(400, "no such role"))
+        with pytest.raises(Refused, match=r"refused 30 questions in a row.*HTTP 400: no such role"):
+            ask(server, [f"Q{n}" for n in range(200)], answers=answers)
+    assert [answer.outcome for answer in answers.values()] == ["refused"] * 29
+
+
+def test_questions_that_are_too_long_end_no_run_however_many_they_are(server):
+    answers = ask(server, [f"{TOO_LONG}{n}" for n in range(60)])
+    assert [answer.outcome for answer in answers.values()] == ["refused"] * 60
+    assert len(server.bodies) == 60
+
+
+def test_they_do_not_count_among_refusals_that_do(server):
+    for n in range(29):
+        server.when(f"Q{n}", fail(400))
+    questions = [q for n in range(29) for q in (f"Q{n}", f"{TOO_LONG}{n}")]
+    answers = ask(server, questions, concurrency=1)
+    assert {answer.outcome for answer in answers.values()} == {"refused"}
+
+
+def test_an_answer_between_refusals_ends_the_doubt(server):
+    questions = [f"Q{n}" for n in range(59)]
+    for question in [*questions[:29], *questions[30:]]:
+        server.when(question, fail(400))
+    answers = ask(server, questions, concurrency=1)
+    outcomes = [answers[question].outcome for question in questions]
+    assert outcomes == ["refused"] * 29 + ["answered"] + ["refused"] * 29
+
+
+def test_as_many_refusals_as_are_open_at_once_are_no_row_yet():
+    """At a concurrency of 64 the first 63 say nothing of those that are still being answered."""
+    questions = [f"Q{n}" for n in range(64)]
+    with FakeServer(together=64) as server:
+        for question in questions[:20]:
+            server.when(question, fail(422))
+        answers = ask(server, questions, concurrency=64)
+    assert sum(answer.outcome == "refused" for answer in answers.values()) == 20
+    assert sum(answer.outcome == "answered" for answer in answers.values()) == 44
+
+
+# what gateways say
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"error": {"message": "no more credit"}}, {"error": "no more credit", "choices": []}],
+    ids=["object", "text"],
+)
+def test_an_error_that_comes_as_200_is_a_fault_in_the_servers_words(server, monkeypatch, said):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+
+    async def act(http: web.Request, answer: dict) -> web.StreamResponse:
+        return web.json_response({**said, "sent": http.headers["Authorization"]})
+
+    server.when("Q2", *[act] * 3)
+    answers = ask(server, ["Q1", "Q2", "Q3"])
+    assert (answers["Q2"].outcome, answers["Q2"].attempts) == ("failed", 3)
+    assert answers["Q2"].error.startswith("HTTP 200: ")
+    assert "no more credit" in answers["Q2"].error
+    assert answers["Q2"].body is None
+    assert answers["Q3"].outcome == "answered"
+
+
+@pytest.mark.parametrize("status", [504, 524])
+def test_a_gateways_time_out_is_one_and_is_not_repeated(server, status):
+    """The server behind it goes on generating: to ask again would cost as much again."""
+    server.when("Q2", *[fail(status, "upstream timed out")] * 3)
+    answers = ask(server, ["Q1", "Q2", "Q3"])
+    assert (answers["Q2"].outcome, answers["Q2"].attempts) == ("timed_out", 1)
+    assert answers["Q2"].error == f"HTTP {status}: upstream timed out"
+    assert server.questions.count("Q2") == 1
+
+
+# the key
+
+
+def test_a_key_that_was_read_from_a_file_works(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret\n")
+    with FakeServer(api_key="sk-very-secret") as server:
+        assert ask(server, ["Q"])["Q"].outcome == "answered"
+
+
+@pytest.mark.parametrize("key", ["sk-sch\u00fcssel", "sk-very\nsecret", "sk-\u2026"])
+def test_a_key_that_no_header_can_hold_is_one_clear_line_without_it(server, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(UserError, match="OPENAI_API_KEY") as caught:
+        ask(server, ["Q"])
+    assert "sk-" not in str(caught.value)
+    assert server.bodies == []

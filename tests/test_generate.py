@@ -16,6 +16,7 @@ from pipeline.errors import (
     BadRun,
     GateFailed,
     PipelineError,
+    Refused,
     ServerError,
     ServerStopped,
     UserError,
@@ -1354,3 +1355,77 @@ def test_a_full_disk_ends_the_run_in_one_line_and_loses_nothing(project, server,
     rows = project.rows()
     assert [row["sample_id"] for row in rows] == [f"Q{n}_gen0" for n in range(40)]
     assert all(row in rows for row in whole)
+
+
+# a server that refuses from some point on
+
+
+def test_what_a_server_refused_before_the_run_ended_is_asked_by_the_next(project, server):
+    questions = [f"Q{n}" for n in range(200)]
+    project.ask(*questions)
+    project.set(**{"generate.concurrency": 1})
+    server.from_request(20, fail(400, "no such role"))
+    with pytest.raises(Refused, match=r"refused 30 questions in a row.*HTTP 400: no such role"):
+        generate.main()
+    assert len(asked(server)) == 19 + 30
+    server.behave()
+    generate.main()
+    assert asked(server) == sorted(questions[19:])
+    assert statuses(project) == dict.fromkeys(questions, "ok")
+
+
+def test_what_was_refused_while_earlier_questions_were_still_answered_is_asked_again_too(
+    project, server
+):
+    """A long answer that was under way comes in among the refusals."""
+    questions = [f"Q{n}" for n in range(200)]
+    project.ask(*questions)
+
+    async def refuse(http: web.Request, answer: dict) -> web.StreamResponse:
+        if len(server.asked) >= 30:
+            server.release()
+        return await fail(400, "no such role")(http, answer)
+
+    server.when("Q18", server.hold)
+    server.from_request(20, refuse)
+    with pytest.raises(Refused):
+        generate.main()
+    asked(server)
+    server.behave()
+    generate.main()
+    assert statuses(project) == dict.fromkeys(questions, "ok")
+
+
+# the probe, seen from outside
+
+
+def test_the_status_file_says_that_the_server_is_being_probed(project, server):
+    server.spares_probes = False
+    states: list[tuple[bool, str]] = []
+
+    async def look(http: web.Request, answer: dict) -> web.StreamResponse:
+        states.append((is_probe(await http.json()), status_file()["state"]))
+        return web.json_response(answer)
+
+    server.always(look)
+    generate.main()
+    assert {state for of_probe, state in states if of_probe} == {"probing"}
+    assert {state for of_probe, state in states if not of_probe} <= {"probing", "asking"}
+    assert status_file()["state"] == "done"
+
+
+def test_ctrl_c_ends_a_probe_that_nobody_answers(project, server, eventually):
+    server.spares_probes = False
+    server.always(silence)
+    project.set(**{"generate.timeout_s": 3600})
+    process = project.start("generate")
+    try:
+        eventually(lambda: server.bodies, "a probe")
+        assert status_file()["state"] == "probing"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not JOURNAL.exists()

@@ -12,10 +12,12 @@ import pytest
 
 from pipeline import generate
 from pipeline.errors import DataError
-from pipeline.importing import ImportRejection, import_file
+from pipeline.importing import USABLE, ImportRejection, import_file
+from pipeline.records import Status
 from tests.conftest import ROOT
 from tests.fake_server import END, THINK, THINK_END, ids, prompt_ids
 
+BOM = b"\xef\xbb\xbf"
 QUESTIONS = ["Q1", "Q2", "Q3", "Q4", "Q5", "Q6"]
 FILE = Path("answers.jsonl")
 REJECTED = Path("logs/import.rejected.jsonl")
@@ -122,17 +124,11 @@ def test_a_row_becomes_what_an_answer_of_the_server_becomes(project, verifier):
          {"reasoning": "because", "content": None}),
         (good(finish_reason="length"), "truncated_in_answer",
          {"reasoning": "because", "content": "42"}),
-        (good(reasoning=""), "empty_reasoning", {"reasoning": "", "content": "42"}),
-        (good(reasoning=None), "empty_reasoning", {"reasoning": None, "content": "42"}),
-        (inside(content="42"), "empty_reasoning", {"content": "42"}),
-        (good(content=None), "parser_conflict", {"reasoning": "because", "content": None}),
         (good("Q1 /no_think", reasoning=None), "thinking_off_by_user",
          {"reasoning": None, "content": "42"}),
         # ids alone are an answer, and decide
         ({"messages": user("Q1"), "token_ids": CLOSED, "finish_reason": "stop",
           "prompt_token_ids": prompt_ids(user("Q1"))}, "ok", {}),
-        (good(prompt_token_ids=prompt_ids(user("Q1")), token_ids=[*ids("42"), END]),
-         "empty_reasoning", {"reasoning": "because", "content": "42"}),
     ],
 )  # fmt: skip
 def test_each_kind_of_row(project, row, status, kept):
@@ -240,7 +236,7 @@ def test_other_params_are_other_keys(project, verifier):
     [
         ({"sampling": {"temperature": 0.6}}, THINKING, {"temperature": 0.6}),
         ({"sampling": {"top_k": 20, "seed": 1}}, THINKING, {"top_k": 20, "seed": 1}),
-        ({"thinking": False}, {"enable_thinking": False}, {}),
+        ({"thinking": False, "reasoning": None}, {"enable_thinking": False}, {}),
     ],
 )
 def test_an_answer_made_otherwise_has_the_key_of_that(project, verifier, said, thinking, sampling):
@@ -255,7 +251,7 @@ def test_an_answer_made_otherwise_has_the_key_of_that(project, verifier, said, t
 
 
 REJECTIONS = {
-    "not_json": [b"{", b"", b"{'messages': []}", b'{"x": NaN}', b"\xff\xfe", b'{"a": 1} {"b": 2}'],
+    "not_json": [b"{", b"{'messages': []}", b'{"x": NaN}', b"\xff\xfe", b'{"a": 1} {"b": 2}'],
     "bad_shape": [
         *([1], "text", None, 7, {}),
         {"messages": None},
@@ -274,6 +270,14 @@ REJECTIONS = {
         good(sampling={"max_tokens": "512"}),
         good(sampling={"temperature": "hot"}),
         good(sampling={"max_tokens": True}),
+        good(sampling={"max_tokens": 0}),
+        good(sampling={"max_tokens": 0.5}),
+        good(sampling={"max_tokens": -1}),
+        # beyond what every reader of JSON keeps exact
+        good(sampling={"seed": 2**53}),
+        good(sampling={"seed": -(2**53)}),
+        good(sampling={"max_tokens": 2**63}),
+        good(sampling={"temperature": 1e300}),
         good(thinking="false"),  # A9
         good(thinking=0),
         good(token_ids=["1"]),
@@ -295,14 +299,50 @@ REJECTIONS = {
         good(finish_reason=None, token_ids=[]),
         good(finish_reason=7),
     ],
-    "no_answer": [
+    "no_text": [
         good(reasoning=None, content=None),
         good(reasoning="", content=" \n"),
         inside(),
+        good(reasoning=None, content=None, finish_reason="abort"),
+    ],
+    # what is of no use says what it is
+    "empty_reasoning": [
+        good(reasoning=""),
+        good(reasoning=" \n"),
+        good(reasoning=None),
+        inside(content="42"),
+        inside(content="<think></think>42"),
+        # ids decide, whatever the text says
+        good(prompt_token_ids=prompt_ids(user("Q1")), token_ids=[*ids("42"), END]),
+    ],
+    "parser_conflict": [good(content=None), good(content=" ")],
+    "empty_answer": [
+        {"messages": user("Q1"), "finish_reason": "stop",
+         "prompt_token_ids": prompt_ids(user("Q1")),
+         "token_ids": [THINK, *ids("because"), THINK_END, END]},
+    ],
+    "unclosed_reasoning": [
+        {"messages": user("Q1"), "finish_reason": "stop",
+         "prompt_token_ids": prompt_ids(user("Q1")),
+         "token_ids": [THINK, *ids("because"), END]},
+    ],
+    "looping": [
+        {"messages": user("Q1"), "finish_reason": "length",
+         "token_ids": [THINK, *ids("so ab" * 60)],
+         "prompt_token_ids": prompt_ids(user("Q1"))},
+    ],
+    "garbage": [
+        {"messages": user("Q1"), "finish_reason": "length", "token_ids": [THINK, *ids("!" * 300)],
+         "prompt_token_ids": prompt_ids(user("Q1"))},
+    ],
+    "aborted": [
         good(finish_reason="abort"),
         good(finish_reason="error"),
         good(finish_reason=""),
         good(finish_reason="abort", token_ids=CLOSED),
+    ],
+    "tool_call": [
+        inside(content="42", reasoning="R", tool_calls=[{"function": {"name": "f"}}]),
     ],
 }  # fmt: skip
 
@@ -317,7 +357,9 @@ def test_each_reason_not_to_take_a_row_in(project, reason, row):
 
 
 def test_every_reason_has_a_row_above_or_below():
-    assert {*REJECTIONS, "already_there"} == set(ImportRejection)
+    never_imported = {"rejected_by_server", "timed_out", "failed"}  # of requests
+    statuses = set(Status) - USABLE - never_imported
+    assert {*REJECTIONS, "already_there"} == {*ImportRejection, *statuses}
 
 
 def test_an_answer_that_is_there_is_not_taken_in_again(project):
@@ -364,16 +406,43 @@ def test_the_counts_add_up(project, capsys):
     )
     [said] = capsys.readouterr().out.splitlines()
     assert said == (
-        "8 rows: 4 taken in (2 ok, 1 truncated_in_answer, 1 empty_reasoning), 4 rejected "
-        "(2 not_json, 1 other_model, 1 already_there); `make repro` puts them to use"
+        "8 rows: 3 taken in (2 ok, 1 truncated_in_answer), 5 rejected (1 empty_reasoning, "
+        "2 not_json, 1 other_model, 1 already_there); `make repro` puts them to use"
     )
     assert rejected() == [
+        {"row": 4, "reason": "empty_reasoning"},
         {"row": 5, "reason": "not_json"},
         {"row": 6, "reason": "not_json"},
         {"row": 7, "reason": "other_model"},
         {"row": 8, "reason": "already_there"},
     ]
-    assert len(journal(project)) == 4
+    assert len(journal(project)) == 3
+
+
+def test_blank_lines_are_no_rows_and_keep_the_numbers_of_the_lines(project, capsys):
+    take_in(b"", good("Q1"), b" \t", b"{", b"\r")
+    assert "2 rows: 1 taken in (1 ok), 1 rejected (1 not_json)" in capsys.readouterr().out
+    assert rejected() == [{"row": 4, "reason": "not_json"}]
+
+
+def test_a_byte_order_mark_before_the_first_row_is_ignored(project):
+    take_in(BOM + json.dumps(good("Q1")).encode(), good("Q2"))
+    assert rejected() == []
+    assert [row["messages"] for row in journal(project)] == [user("Q1"), user("Q2")]
+
+
+def test_numbers_up_to_2_to_the_53_are_kept_exactly(project, verifier):
+    take_in(good(sampling={"seed": 2**53 - 1}))
+    [row] = journal(project)
+    assert row["sampling"]["seed"] == 9007199254740991
+    assert row["key"] == key_of(verifier, user("Q1"), seed=9007199254740991)
+
+
+@pytest.mark.parametrize("row", [good(reasoning=""), good(content=None), good(finish_reason="x")])
+def test_what_is_of_no_use_does_not_take_the_place_of_a_good_row_after_it(project, row):
+    take_in(row, good("Q1"))
+    assert [each["status"] for each in journal(project)] == ["ok"]
+    assert [each["row"] for each in rejected()] == [1]
 
 
 def test_an_empty_file_is_no_rows(project, capsys):

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from pipeline.client import MAX_BUSY_ATTEMPTS, Answer, Request, ask_all, run
-from pipeline.errors import ServerStopped
+from pipeline.errors import Refused, ServerStopped
 from pipeline.server import Endpoint
 from tests.fake_server import FakeServer, counters, fail, reset, silence, torn_json
 from tests.test_client import ask, endpoint_of, request
@@ -461,3 +461,63 @@ def test_a_hung_server_of_ours_that_died_says_its_last_words(counting, own):
     hung = endpoint_of(counting, process=process, log=endpoint.log)
     with pytest.raises(ServerStopped, match="RuntimeError: out of bounds"):
         ask(hung, ["Q"], stall_s=STALL_S)
+
+
+# servers that refuse
+
+
+@pytest.mark.parametrize("tokenizes", [True, False])
+def test_a_refusal_that_no_length_explains_is_tried_at_the_other_server(tokenizes):
+    with FakeServer(tokenizes=tokenizes) as odd, FakeServer() as sound:
+        odd.always(fail(400, "no such role"))
+        answers = ask([odd, sound], questions(40), concurrency=1)
+        assert {answer.outcome for answer in answers.values()} == {"answered"}
+        assert {answer.endpoint.base_url for answer in answers.values()} == {sound.base_url}
+        assert len(odd.bodies) == sum(answer.attempts == 2 for answer in answers.values())
+
+
+def test_what_both_servers_refuse_was_asked_once_of_each(two):
+    for server in two:
+        server.when("Q1", *[fail(400, "no such role")] * 9)
+    answers = ask(list(two), ["Q0", "Q1", "Q2"], concurrency=1)
+    assert (answers["Q1"].outcome, answers["Q1"].attempts) == ("refused", 2)
+    assert [server.questions.count("Q1") for server in two] == [1, 1]
+    assert answers["Q2"].outcome == "answered"
+
+
+def test_a_question_that_is_too_long_is_not_tried_elsewhere(two):
+    answers = ask(list(two), ["Q" * 1100], concurrency=1)
+    [answer] = answers.values()
+    assert (answer.outcome, answer.attempts) == ("refused", 1)
+    assert [len(server.bodies) for server in two] == [1, 0]
+
+
+def test_two_servers_that_refuse_everything_end_the_run(two):
+    answers: dict[str, Answer] = {}
+    for server in two:
+        server.always(fail(400, "no such role"))
+    with pytest.raises(Refused, match=r"refused 30 questions in a row.*no such role") as caught:
+        ask(list(two), questions(200), answers=answers)
+    assert all(server.base_url in str(caught.value) for server in two)
+    assert len(answers) == 29
+
+
+def test_a_pause_that_was_asked_for_is_kept_although_answers_come(two):
+    """Of the two requests at one server one is refused for a minute, then the other is answered."""
+    busy, free = two
+    refused: list[str] = []
+
+    async def refuse(http: web.Request, answer: dict) -> web.StreamResponse:
+        body = await http.json()
+        refused.append(body["messages"][-1]["content"])
+        return await fail(429, retry_after="60")(http, answer)
+
+    async def slow(http: web.Request, answer: dict) -> web.StreamResponse:
+        while not set(refused) & set(free.questions):
+            await asyncio.sleep(0.005)
+        return web.json_response(answer)
+
+    busy.next(slow, refuse)
+    answers = ask([busy, free], questions(200), concurrency=4)
+    assert {answer.outcome for answer in answers.values()} == {"answered"}
+    assert (len(busy.bodies), len(free.bodies)) == (2, 199)

@@ -6,6 +6,7 @@ Where the answers alone cannot tell (the verifier does not think: is it the swit
 the model?), the running server is asked: the known switches are tried and what works is said.
 """
 
+import json
 from typing import Any
 
 from yaml import YAMLError
@@ -134,9 +135,17 @@ def line(key: str, *value: Any) -> str:
 
 def shown(trace: Trace) -> str:
     """A record as the person in the story saw it."""
-    texts = {name: trace.get(name) for name in ("reasoning", "content")}
-    fields = [f'"{name}": {text!r:.{SHOWN_CHARACTERS}}' for name, text in texts.items()]
-    return "{" + ", ".join([*fields, f'"status": "{trace["status"]}"']) + "}"
+    texts = {"reasoning": _cut(trace.get("reasoning")), "content": _cut(trace.get("content"))}
+    return json.dumps({**texts, "status": trace["status"]}, ensure_ascii=False)
+
+
+def _cut(text: str | None) -> str | None:
+    """Its beginning, without what a terminal would obey."""
+    if text is None:
+        return None
+    beginning = "".join(c if c.isprintable() or c.isspace() else "�" for c in text)
+    more = "…" if len(text) > SHOWN_CHARACTERS else ""
+    return beginning[:SHOWN_CHARACTERS] + more
 
 
 def switch_advice(

@@ -67,7 +67,13 @@ def main() -> None:
         todo = asking.todo(wanted)
         if todo:
             print(f"{len(wanted) - len(todo)} of {len(wanted)} answers are there, asking the rest")
-            ask_until_done(asking)
+            Live(0).write("starting")
+            try:
+                ask_until_done(asking)
+            except BaseException:
+                if not asking.new:  # else its own last facts are there
+                    Live(0).write("stopped")
+                raise
             wanted = asking.wanted()
         else:
             print(f"all {len(wanted)} answers are there, nothing to ask")

@@ -77,6 +77,7 @@ def import_file(path: Path) -> None:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     statuses: Counter[str] = Counter()
+    num_without_ids = 0
     rejected: list[dict[str, Any]] = []
     with one_writer(TRACES):
         stored = load_stored(lambda trace: verdict_of(trace, verifier, params.generate))
@@ -98,6 +99,7 @@ def import_file(path: Path) -> None:
                     place = append(journal, trace)
                     keep(trace["key"], Stored.of(trace, verdict, place), stored)
                     statuses[trace["status"]] += 1
+                    num_without_ids += not trace["token_ids"]
                 except Rejected as rejection:
                     rejected.append({"row": number, "reason": rejection.reason.value})
                 bar.advance(len(line), f"{len(rejected)} rejected")
@@ -108,6 +110,8 @@ def import_file(path: Path) -> None:
         f"{taken + len(rejected)} rows: {taken} taken in ({in_words(statuses)}), {len(rejected)} "
         f"rejected ({in_words(reasons)}); `make repro` puts them to use"
     )
+    if num_without_ids:
+        print(f"{num_without_ids} have no token ids: they do not train, nor are they asked again")
 
 
 def imported(line: bytes, params: Params, verifier: VerifierIdentity) -> Trace:
@@ -144,7 +148,7 @@ def imported(line: bytes, params: Params, verifier: VerifierIdentity) -> Trace:
                 "finish_reason": _finish_reason(row, verifier),
             }
         ],
-        "usage": row.get("usage"),
+        "usage": row.get("usage") or _usage(row),
     }
     version = str(row.get("server_version") or "unknown")
     origin = Endpoint("import", verifier.model, version, params.verifier.max_model_len)
@@ -183,6 +187,14 @@ def _sampling(said: Any, params: Generate) -> dict[str, float | int]:
             raise Rejected(ImportRejection.BAD_SHAPE)
         values[name] = type(values[name])(value) if name in values else value
     return values
+
+
+def _usage(row: dict[str, Any]) -> dict[str, int]:
+    """Counted from the ids, where nobody says what was billed."""
+    prompt_ids, token_ids = row.get("prompt_token_ids"), row.get("token_ids")
+    if not isinstance(prompt_ids, list) or not isinstance(token_ids, list):
+        return {}
+    return {"prompt_tokens": len(prompt_ids), "completion_tokens": len(token_ids)}
 
 
 def _question_and_answer(row: dict[str, Any]) -> tuple[list[Message], dict[str, Any]]:

@@ -305,7 +305,9 @@ def main() -> None:
 
 def _first_problem(error: ValidationError) -> str:
     """The first validation error as `key: what is wrong (value)`."""
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    # A misspelt key is unknown and missing at once: the former shows what was written.
+    problem = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in problem["loc"]) or "params"
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key}"

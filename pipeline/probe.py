@@ -137,7 +137,7 @@ def _probe(
     )
     problem = _problem(findings, trace, endpoint, question, params, verifier)
     if problem:
-        raise BadRun(f"probe of {endpoint.base_url}: {problem}\n  {shown(trace)}")
+        raise BadRun(f"probe of {endpoint.base_url}: {problem}")
     return findings
 
 
@@ -158,7 +158,8 @@ def _problem(
 ) -> str | None:
     cause = verdict_of(trace, verifier, params.generate).cause
     if cause and cause not in LEFT_TO_THE_GATE:
-        return in_words(cause, [trace], endpoint, question, params, verifier)
+        words = in_words(cause, [trace], endpoint, question, params, verifier)
+        return f"{words}\n  {shown(trace)}"
     if findings.switch_takes_effect is False:
         return _switch_is_ignored(endpoint, question, params, verifier)
     if findings.sampling_arrives is False:

@@ -14,6 +14,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_WORTH_A_LINE = 2.0
@@ -71,15 +72,21 @@ def progress_bar(label: str, total: int, unit: str) -> Iterator[Bar]:
     if not Console().is_terminal:
         yield Bar(label, total, unit)
         return
+
+    def fixed(**more: object) -> Column:
+        return Column(no_wrap=True, **more)  # type: ignore[arg-type]
+
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-        TextColumn("·"),
-        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.description}", table_column=fixed()),
+        BarColumn(bar_width=16, table_column=fixed()),
+        MofNCompleteColumn(table_column=fixed()),
+        TimeRemainingColumn(elapsed_when_finished=True, table_column=fixed()),
+        # Last and cut where the terminal ends.
+        TextColumn(
+            "{task.fields[note]}", markup=False, table_column=fixed(ratio=1, overflow="ellipsis")
+        ),
     )
-    with Progress(*columns) as progress:
+    with Progress(*columns, expand=True) as progress:
         yield _LiveBar(label, total, unit, progress)
 
 

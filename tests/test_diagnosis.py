@@ -41,7 +41,7 @@ from tests.test_probe import (
 )
 
 EMPTY = [THINK, *ids("\n\n"), THINK_END, *ids("42"), END]
-EMPTY_SHOWN = r"""{"reasoning": '\n\n', "content": '42', "status": "empty_reasoning"}"""
+EMPTY_SHOWN = r"""{"reasoning": "\n\n", "content": "42", "status": "empty_reasoning"}"""
 Body = dict[str, Any]
 
 
@@ -216,9 +216,25 @@ def test_the_records_are_shown_as_a_person_would_see_them(project, server):
 def test_a_long_record_is_cut(project, server):
     server.always(says(*CUT, finish="length"))
     *_, record = diagnosis().splitlines()
-    assert """{"reasoning": '0 1 2 3 4 5""" in record
+    assert '{"reasoning": "0 1 2 3 4 5' in record
     assert len(record) < 160
-    assert record.endswith('"content": None, "status": "truncated_in_reasoning"}')
+    assert "…" in record
+    assert record.endswith('"content": null, "status": "truncated_in_reasoning"}')
+
+
+def test_a_record_cannot_command_the_terminal(project, server):
+    red, title = "\x1b[31m", "\x9b2J"
+    server.always(
+        edited(
+            lambda answer: answer["choices"][0].update(
+                token_ids=EMPTY, message={"role": "assistant", "content": red + title + "42"}
+            )
+        )
+    )
+    words = diagnosis()
+    assert "\x1b" not in words
+    assert "\x9b" not in words
+    assert "42" in words.splitlines()[-1]
 
 
 def test_the_most_frequent_cause_is_explained_and_the_others_are_counted(project, server):
@@ -266,7 +282,7 @@ def test_stored_answers_are_judged_by_a_stricter_gate_without_a_server(
     words = diagnosis()
     assert "6 of 6 answers fail" in words
     assert f"shorter than {place('generate.gate.min_reasoning_tokens')}: 14" in words
-    assert words.count('"content": \'\\n\\nIt is ') == 2
+    assert words.count(r'"content": "\n\nIt is ') == 2
     assert project.bytes("data/traces/*") == before
     project.set(**{"generate.gate.min_reasoning_tokens": 13})
     generate.main()

@@ -92,7 +92,8 @@ def test_a_row_becomes_what_an_answer_of_the_server_becomes(project, verifier):
         "finish_reason": "stop",
         "prompt_token_ids": prompt_ids(user("Q1")),
         "token_ids": CLOSED,
-        "usage": {},
+        # counted, since nobody said; "Q1" is 5 tokens with the three of its template
+        "usage": {"prompt_tokens": 5, "completion_tokens": 12},
         "sampling": {**SAMPLING, "max_tokens": 512},
         "max_model_len": 1024,
         "attempts": 1,
@@ -404,7 +405,8 @@ def test_the_counts_add_up(project, capsys):
         *(good("Q1"), good("Q2"), good("Q3", finish_reason="length"), good("Q4", reasoning="")),
         *(b"{", b"{", good(model="x"), good("Q1")),
     )
-    [said] = capsys.readouterr().out.splitlines()
+    said, ids = capsys.readouterr().out.splitlines()
+    assert ids == "3 have no token ids: they do not train, nor are they asked again"
     assert said == (
         "8 rows: 3 taken in (2 ok, 1 truncated_in_answer), 5 rejected (1 empty_reasoning, "
         "2 not_json, 1 other_model, 1 already_there); `make repro` puts them to use"

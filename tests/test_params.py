@@ -246,3 +246,9 @@ def test_the_line_of_a_key_is_found(project):
     )
     assert params.line_of("think.end") == 4
     assert params.line_of("generate.gate.num_samples") == 7
+
+
+def test_a_misspelt_key_is_shown_as_it_was_written(project):
+    project.values["prompts"]["sample_capp"] = project.values["prompts"].pop("sample_cap")
+    project.set()
+    assert "unknown key prompts.sample_capp" in problem(project)

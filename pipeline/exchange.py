@@ -131,7 +131,8 @@ def _answered(
         row["content"] = _text(message["content"])
     if message.get("tool_calls"):
         row["tool_calls"] = message["tool_calls"]
-    orjson.dumps([row["finish_reason"], message.get("tool_calls")])  # TypeError: nested too deep
+    # What could not be stored (nested too deep) makes no sense either: TypeError.
+    orjson.dumps([row["finish_reason"], message.get("tool_calls")])
     others = [
         field
         for field, value in message.items()

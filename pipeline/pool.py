@@ -3,16 +3,17 @@
     server = pool.next_one(tried)
     async with server.asked():                   # one more request in flight there
         ...
-    pool.answered(server)                        # or busy, failed and, in the end, gave_up
+    pool.answered(server)                        # or busy, failed, refused; in the end gave_up
 
 The least busy sound server is next. One that failed five times in a row rests for 30 s while the
 others get everything; then one request tries it again, and after each failure more it rests twice
 as long, up to 5 min. One that says it is busy rests for as long as it asks for.
 
-Two things end the run: a server of our own whose process died, and as many requests given up in a
-row as are open. A third fault makes no noise: a hung server holds its requests and generates
-nothing. `watch` sees that its token counters stand still, and lets the requests go, to be asked
-elsewhere; where there is no elsewhere, that ends the run too.
+Three things end the run: a server of our own whose process died, and as many requests in a row as
+are open that were given up, or refused for no reason of their own. A fourth fault makes no noise: a
+hung server holds its requests and generates nothing. `watch` sees that its token counters stand
+still, and lets the requests go, to be asked elsewhere; where there is no elsewhere, that ends the
+run too.
 """
 
 import asyncio

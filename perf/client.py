@@ -12,7 +12,6 @@ Run      python -m perf.client                                  # or, for a shor
          python -m perf.client --prompts 512 --rounds 1 --memory-prompts 1024
 """
 
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from perf.report import publish, result, sizes
 from perf.stopwatch import read_stopwatch, start_stopwatch
 from perf.stub_server import MAX_MODEL_LEN, NUM_TOKENS
 from pipeline.resume import jsonl
+from pipeline.server import free_port
 
 COMMAND = "python -m perf.client"
 NUM_PROMPTS = 4000
@@ -63,9 +63,7 @@ def main() -> None:
 @contextmanager
 def stub_server() -> Iterator[str]:
     """The base URL of a stub that runs as long as the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "perf.stub_server", str(port)]
     with subprocess.Popen(command, cwd=ROOT) as process:
         base_url = f"http://127.0.0.1:{port}/v1"

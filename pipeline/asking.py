@@ -145,8 +145,8 @@ class Asking:
         questions = self.wanted()
         todo = self.todo(questions)
         live = Live(sum(1 + questions[key].num_later for key in todo))
-        go_on = asyncio.Event()  # set when the verdict on the first answers is certain
-        if self.num_settled >= num_samples or self._gate.has_passed_first:
+        go_on = asyncio.Event()
+        if self._first_are_judged:
             go_on.set()
         with (
             JOURNAL.open("ab") as journal,
@@ -160,7 +160,7 @@ class Asking:
                 live.write("asking")
                 if self.num_settled == num_samples:
                     self._check_answers_come()
-                if self.num_settled >= num_samples or self._gate.has_passed_first:
+                if self._first_are_judged:
                     go_on.set()
                 return follow_up
 
@@ -194,6 +194,12 @@ class Asking:
             finally:
                 live.write(state)
 
+    @property
+    def _first_are_judged(self) -> bool:
+        """Whether the verdict on the first answers is certain."""
+        all_came = self.num_settled >= self.params.generate.gate.num_samples
+        return all_came or self._gate.has_passed_first
+
     def _passes(self, todo: list[str]) -> list[tuple[list[str], int]]:
         """Keys and the concurrency to ask them at. What was in flight when a server died comes
         last and in small numbers, for one of these may have killed it."""
@@ -209,10 +215,7 @@ class Asking:
         error = "in flight when the server died, twice"
         for key in [key for key in self._open if self._deaths[key] == MAX_DEATHS]:
             answer = Answer(key, None, error, "failed", MAX_DEATHS, endpoint, self.sent[key])
-            trace = trace_of(answer, questions[key], self.params, self.verifier)
-            verdict = verdict_of(trace, self.verifier, self.params.generate)
-            keep(key, Stored.of(trace, verdict, append(journal, trace)), self.stored)
-            self.new[key] = verdict
+            self._store(answer, questions[key], journal)
             self.num_settled += 1
         self._open.clear()
 
@@ -237,10 +240,7 @@ class Asking:
     ) -> Request | None:
         """Store and judge an answer; returns what to ask at once because of it."""
         key, question = answer.key, questions[answer.key]
-        trace = trace_of(answer, question, self.params, self.verifier)
-        verdict = verdict_of(trace, self.verifier, self.params.generate)
-        keep(key, Stored.of(trace, verdict, append(journal, trace)), self.stored)
-        self.new[key] = verdict
+        trace, verdict = self._store(answer, question, journal)
         self._open.discard(key)
         live.add(verdict)
         if verdict.status is Status.REJECTED_BY_SERVER:
@@ -260,6 +260,15 @@ class Asking:
             return None
         questions[later[0]] = later[1]
         return self._request(*later, live)
+
+    def _store(
+        self, answer: Answer, question: Question, journal: BinaryIO
+    ) -> tuple[Trace, Verdict]:
+        trace = trace_of(answer, question, self.params, self.verifier)
+        verdict = verdict_of(trace, self.verifier, self.params.generate)
+        keep(answer.key, Stored.of(trace, verdict, append(journal, trace)), self.stored)
+        self.new[answer.key] = verdict
+        return trace, verdict
 
     def _later_question(self, key: str, question: Question) -> tuple[str, Question] | None:
         """The next turn of the conversation that is not answered yet."""

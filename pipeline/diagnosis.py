@@ -7,6 +7,7 @@ the model?), the running server is asked: the known switches are tried and what 
 """
 
 import json
+from functools import reduce
 from typing import Any
 
 from yaml import YAMLError
@@ -23,6 +24,7 @@ from pipeline.verifier import VerifierIdentity
 
 # Long enough to see whether a think block opens and holds something.
 TRY_MAX_TOKENS = 128
+SWITCHES = ("thinking", "enable_thinking")  # of a chat template, on and off
 SYSTEM_SWITCH = "detailed thinking on"  # Nemotron's
 SHOWN_CHARACTERS = 80
 
@@ -54,16 +56,10 @@ def in_words(
     verifier: VerifierIdentity,
 ) -> str:
     """The cause, and the line of params.yaml that mends it."""
-    generate = params.generate
-    parser = line("verifier.reasoning_parser", params.verifier.reasoning_parser)
-    switch = line("generate.thinking_switch", generate.thinking_switch)
-    max_tokens = line("generate.max_tokens", generate.max_tokens)
-    shortest = line("generate.gate.min_reasoning_tokens", generate.gate.min_reasoning_tokens)
-    think_end = line("think.end", params.think.end)
-    dtype = line("verifier.dtype", params.verifier.dtype)
-    temperature = line("generate.temperature", generate.temperature)
-    fields = ", ".join({field for trace in examples for field in trace.get("other_fields", [])})
-    reasons = ", ".join({f"{trace['finish_reason']!r}" for trace in examples})
+
+    def at(key: str) -> str:
+        return line(key, params)
+
     match cause:
         case Cause.THINKING_OFF | Cause.NOT_THINKING:
             what = (
@@ -73,15 +69,16 @@ def in_words(
             )
             return f"{what}; {switch_advice(endpoint, question, params, verifier)}"
         case Cause.THINKS_ANYWAY:
-            return f"the verifier thinks although generate.thinking is false; {switch}"
+            what = "the verifier thinks although generate.thinking is false"
+            return f"{what}; {at('generate.thinking_switch')}"
         case Cause.SHORT:
-            return f"the reasoning is shorter than {shortest}"
+            return f"the reasoning is shorter than {at('generate.gate.min_reasoning_tokens')}"
         case Cause.CUT:
-            return f"the reasoning is cut before it closes: raise {max_tokens}"
+            return f"the reasoning is cut before it closes: raise {at('generate.max_tokens')}"
         case Cause.UNCLOSED:
-            return f"the reasoning stops without a closing token; {think_end}"
+            return f"the reasoning stops without a closing token; {at('think.end')}"
         case Cause.NO_ANSWER:
-            return f"the turn ends with the reasoning, before an answer; {think_end}"
+            return f"the turn ends with the reasoning, before an answer; {at('think.end')}"
         case Cause.NO_TOKEN_IDS:
             return (
                 "the server returns no token ids, so nothing exact could be made of its answers: "
@@ -90,14 +87,16 @@ def in_words(
         case Cause.NO_PARSER:
             return (
                 "reasoning and answer come as one text in `content`: the server runs without a "
-                f"reasoning parser; {parser} (for a server of your own: --reasoning-parser)"
+                f"reasoning parser; {at('verifier.reasoning_parser')} "
+                "(for a server of your own: --reasoning-parser)"
             )
         case Cause.WRONG_PARSER:
             return (
                 "the whole answer comes in `reasoning` and `content` is empty: the server's "
-                f"reasoning parser is that of another model; {parser}"
+                f"reasoning parser is that of another model; {at('verifier.reasoning_parser')}"
             )
         case Cause.FIELD_RENAMED:
+            fields = ", ".join({field for t in examples for field in t.get("other_fields", [])})
             return (
                 f"the reasoning comes in a field this pipeline does not know ({fields}): the "
                 f"server is newer or of another kind; {line('generate.endpoints')}"
@@ -109,24 +108,31 @@ def in_words(
                 f"{line('generate.endpoints')}"
             )
         case Cause.LOOPING:
-            return f"the verifier repeats itself until it is cut; {temperature}, {dtype}"
+            return (
+                "the verifier repeats itself until it is cut; "
+                f"{at('generate.temperature')}, {at('verifier.dtype')}"
+            )
         case Cause.GARBAGE:
-            quantization = line("verifier.quantization", params.verifier.quantization)
-            return f"the verifier writes one token over and over; {dtype}, {quantization}"
+            return (
+                "the verifier writes one token over and over; "
+                f"{at('verifier.dtype')}, {at('verifier.quantization')}"
+            )
         case Cause.CONFLICT:
             return (
                 "token ids, text and finish_reason contradict each other: the think or end tokens "
-                f"are not those of this server; {think_end}"
+                f"are not those of this server; {at('think.end')}"
             )
         case Cause.ABORTED:
+            reasons = ", ".join({f"{trace['finish_reason']!r}" for trace in examples})
             return f"the server ends its answers with finish_reason {reasons}; see its log"
         case Cause.TOOL_CALL:
-            return f"the verifier calls tools, though none were offered; {parser}"
+            what = "the verifier calls tools, though none were offered"
+            return f"{what}; {at('verifier.reasoning_parser')}"
 
 
-def line(key: str, *value: Any) -> str:
-    """`params.yaml:83 generate.thinking_switch: thinking`"""
-    said = f": {value[0]}" if value else ""
+def line(key: str, params: Params | None = None) -> str:
+    """`params.yaml:83 generate.thinking_switch: thinking`, the value only with `params`."""
+    said = f": {reduce(getattr, key.split('.'), params)}" if params else ""
     try:
         return f"{PARAMS_PATH}:{line_of(key)} {key}{said}"
     except (OSError, ValueError, YAMLError, AssertionError, StopIteration):
@@ -152,14 +158,14 @@ def switch_advice(
     endpoint: Endpoint | None, question: Question, params: Params, verifier: VerifierIdentity
 ) -> str:
     """Which switch makes the verifier think, tried on the running server."""
-    now = line("generate.thinking_switch", params.generate.thinking_switch)
+    now = line("generate.thinking_switch", params)
     if endpoint is None:
         return f"a name that the chat template does not know is ignored; {now}"
     tried = tries(question.messages, params)
     working = thinks_with(tried, endpoint, question, params, verifier)
     if (params.generate.thinking_switch or "null") in working:
         return f"asked once more, it does: its answers differ from one to the next; {now}"
-    named = [name for name in working if name in ("thinking", "enable_thinking", "null")]
+    named = [name for name in working if name in (*SWITCHES, "null")]
     if named:
         return f"it does with {' or '.join(named)}: change {now}"
     if "reasoning_effort" in working:
@@ -169,7 +175,7 @@ def switch_advice(
     return (
         f"it does with none of the known switches ({', '.join(tried)}): it is no reasoning model, "
         f"its server does not let it, or its think tokens are others; "
-        f"{line('think.start', params.think.start)}"
+        f"{line('think.start', params)}"
     )
 
 
@@ -179,8 +185,7 @@ def tries(messages: list[Message], params: Params) -> dict[str, dict[str, Any]]:
     del body["chat_template_kwargs"]
     others = [message for message in messages if message["role"] != "system"]
     return {
-        "thinking": body | {"chat_template_kwargs": {"thinking": True}},
-        "enable_thinking": body | {"chat_template_kwargs": {"enable_thinking": True}},
+        **{name: body | {"chat_template_kwargs": {name: True}} for name in SWITCHES},
         "null": body,
         "reasoning_effort": body | {"reasoning_effort": "high"},
         "a system prompt": body

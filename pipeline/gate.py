@@ -6,7 +6,7 @@ bad stretches, and one in which the verifier stops thinking has no good ones (do
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from pipeline.params import Generate
@@ -71,7 +71,7 @@ class Gate:
         causes = [verdict.cause for verdict in verdicts if verdict.status not in NOT_JUDGED]
         self._require(causes, self._params.min_reasoning_fraction)
 
-    def _require(self, causes: "deque[Cause | None] | list[Cause | None]", fraction: float) -> None:
+    def _require(self, causes: Collection[Cause | None], fraction: float) -> None:
         bad = Counter(cause for cause in causes if cause)
         # Not 1 - bad / all, which floats make less than the fraction that was written down.
         if causes and (len(causes) - bad.total()) / len(causes) < fraction:

@@ -79,9 +79,13 @@ def main() -> None:
             print(f"all {len(wanted)} answers are there, nothing to ask")
             asking.check_all(wanted)
         rows = [
-            Row(index // TRACES_PER_PART, key, question.sample_id, prompt["source"])
-            for index, prompt in enumerate(prompts)
-            for key, question in asking.turns(prompt)
+            Row(
+                question.prompt["index"] // TRACES_PER_PART,
+                key,
+                question.sample_id,
+                question.prompt["source"],
+            )
+            for key, question in wanted.items()
         ]
         fold(rows, stored)
         if asking.settings_key in (probes := _probes()):

@@ -20,7 +20,7 @@ import orjson
 
 from pipeline.client import Answer
 from pipeline.errors import DataError
-from pipeline.exchange import Question, trace_key, trace_of
+from pipeline.exchange import REASONING_FIELDS, Question, trace_key, trace_of
 from pipeline.params import Generate, Params, load_params
 from pipeline.progress import progress_bar
 from pipeline.reasoning import verdict_of
@@ -30,6 +30,7 @@ from pipeline.records import (
     TRUNCATED,
     Message,
     Prompt,
+    Rejected,
     Status,
     Trace,
     in_words,
@@ -55,14 +56,6 @@ class ImportRejection(StrEnum):
     NO_FINISH_REASON = "no_finish_reason"  # was it cut? neither finish_reason nor an end token
     NO_TEXT = "no_text"  # neither text nor ids in it
     ALREADY_THERE = "already_there"
-
-
-class Rejected(Exception):
-    """A row that is not taken in; `reason` says why."""
-
-    def __init__(self, reason: ImportRejection | Status) -> None:
-        super().__init__(reason.value)
-        self.reason = reason
 
 
 def import_file(path: Path) -> None:
@@ -204,9 +197,7 @@ def _question_and_answer(row: dict[str, Any]) -> tuple[list[Message], dict[str, 
         isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns
     ):
         raise Rejected(ImportRejection.BAD_SHAPE)
-    message: dict[str, Any] = {
-        k: row[k] for k in ("reasoning", "reasoning_content", "content") if k in row
-    }
+    message: dict[str, Any] = {k: row[k] for k in (*REASONING_FIELDS, "content") if k in row}
     if turns and turns[-1]["role"] == "assistant":
         *turns, last = turns
         beside = {k: v for k, v in message.items() if v is not None or k not in last}

@@ -26,7 +26,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.errors import Refused, ServerStopped
-from pipeline.server import Endpoint, api_key
+from pipeline.server import Endpoint, authorization
 
 # More than the attempts of one request: a single question that breaks the server's parser each
 # time sets no sound server aside.
@@ -204,5 +204,4 @@ async def _wait_for_end(server: Server) -> None:
 
 def metrics_client() -> httpx2.AsyncClient:
     """A client of its own: one of `concurrency` connections may have none left for a poll."""
-    headers = {"Authorization": f"Bearer {api_key()}"}
-    return httpx2.AsyncClient(timeout=METRICS_TIMEOUT_S, trust_env=False, headers=headers)
+    return httpx2.AsyncClient(timeout=METRICS_TIMEOUT_S, trust_env=False, headers=authorization())

@@ -17,13 +17,13 @@ from typing import Any
 import httpx2
 
 from pipeline.client import Answer
-from pipeline.diagnosis import answers_to, in_words, line, shown
+from pipeline.diagnosis import SWITCHES, answers_to, in_words, line, shown
 from pipeline.errors import BadRun
 from pipeline.exchange import REASONING_FIELDS, Question, request_body, trace_of
 from pipeline.params import Params
 from pipeline.reasoning import SOFT_SWITCH, Cause, is_prefilled, verdict_of
 from pipeline.records import Status, Trace
-from pipeline.server import Endpoint, api_key
+from pipeline.server import Endpoint, authorization
 from pipeline.traces import Stored
 from pipeline.verifier import VerifierIdentity
 
@@ -143,7 +143,7 @@ def _probe(
 
 def _no_answer(error: str, params: Params) -> str:
     if NOT_A_NUMBER.search(error):
-        dtype = line("verifier.dtype", params.verifier.dtype)
+        dtype = line("verifier.dtype", params)
         return f"calculates NaN ({error}): check {dtype}"
     return f"does not answer the first question: {error}"
 
@@ -197,18 +197,14 @@ def _switch_is_ignored(
     body = request_body(question.messages, params.generate, 1)
     bodies = {
         f"{name} {value}": body | {"chat_template_kwargs": {name: value}}
-        for name in ("thinking", "enable_thinking")
+        for name in SWITCHES
         for value in (True, False)
     }
     answers = answers_to(bodies, endpoint, params.generate)
     prompts = {key: (a.body or {}).get("prompt_token_ids") for key, a in answers.items()}
-    known = [
-        name
-        for name in ("thinking", "enable_thinking")
-        if prompts[f"{name} True"] != prompts[f"{name} False"]
-    ]
+    known = [name for name in SWITCHES if prompts[f"{name} True"] != prompts[f"{name} False"]]
     advice = " or ".join(known) or "null, for it knows neither thinking nor enable_thinking"
-    now = line("generate.thinking_switch", params.generate.thinking_switch)
+    now = line("generate.thinking_switch", params)
     return f"the chat template does not know {now}; the prompt stays the same. Set it to {advice}"
 
 
@@ -230,9 +226,8 @@ def _think_tokens_in_text(
         "temperature": 0.0,
         "return_token_ids": True,
     }
-    headers = {"Authorization": f"Bearer {api_key()}"}
     try:
-        with httpx2.Client(timeout=60, trust_env=False, headers=headers) as client:
+        with httpx2.Client(timeout=60, trust_env=False, headers=authorization()) as client:
             response = client.post(f"{endpoint.base_url}/completions", json=body)
             choice = response.raise_for_status().json()["choices"][0]
             wrote_it = choice["token_ids"][:1] == [verifier.think_end_id]

@@ -35,6 +35,7 @@ from pipeline.records import (
     Message,
     Prompt,
     PromptRejection,
+    Rejected,
     Split,
     count_by,
     in_words,
@@ -61,14 +62,6 @@ ROLES = {
     "observation": "tool",
 }
 ROWS_PER_PROGRESS = 1000
-
-
-class Rejected(Exception):
-    """A raw row that is no question; `reason` says why."""
-
-    def __init__(self, reason: PromptRejection) -> None:
-        super().__init__(reason.value)
-        self.reason = reason
 
 
 class Question(NamedTuple):

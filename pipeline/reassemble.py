@@ -38,6 +38,7 @@ from pipeline.records import (
     TRACES,
     TRUNCATED,
     Prompt,
+    Rejected,
     SequenceRejection,
     Split,
     Status,
@@ -52,14 +53,6 @@ from pipeline.verifier import VerifierIdentity, load_verifier
 
 METRICS_PATH = Path("reports/reassemble.json")
 TRAINABLE = TRUNCATED | {Status.OK}
-
-
-class Rejected(Exception):
-    """A trace that is no sequence; `reason` is its status or the broken invariant."""
-
-    def __init__(self, reason: SequenceRejection | Status) -> None:
-        super().__init__(reason.value)
-        self.reason = reason
 
 
 def main() -> None:

@@ -142,7 +142,7 @@ class _Server:
 
 @contextmanager
 def _process(verifier: Verifier, name: str, extra_args: Sequence[str]) -> Iterator[_Server]:
-    port = _free_port()
+    port = free_port()
     log_path = LOGS / f"vllm-{name}.log"
     LOGS.mkdir(exist_ok=True)
     script, *arguments = serve_command(verifier, extra_args)
@@ -192,7 +192,7 @@ def _server_environment(verifier: Verifier) -> dict[str, str]:
     return {**env, **verifier.server_env}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -234,12 +234,16 @@ def api_key() -> str:
     return key or "no-key"
 
 
+def authorization() -> dict[str, str]:
+    """The header that carries the key, where no openai client sends it."""
+    return {"Authorization": f"Bearer {api_key()}"}
+
+
 def meet(base_url: str) -> Endpoint:
     """Ask a server what it serves. Raises ServerError when nobody answers there."""
     root = base_url.removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {api_key()}"}
     try:
-        with httpx2.Client(timeout=10, trust_env=False, headers=headers) as client:
+        with httpx2.Client(timeout=10, trust_env=False, headers=authorization()) as client:
             models = client.get(f"{base_url}/models").raise_for_status().json()["data"]
             version = client.get(f"{root}/version").raise_for_status().json()["version"]
         if not models:

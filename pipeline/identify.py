@@ -1,6 +1,7 @@
 """Stage 1, identify: prove what the verifier is before anything is asked of it.
 
-Reads    the verifier's config, tokenizer, chat template and weights; params `verifier.*`, `think.*`
+Reads    the verifier's config, tokenizer, chat template and weights; params `verifier.*`,
+         `think.*`, `family.*`, `generate.thinking`, `generate.thinking_switch`
 Writes   data/verifier.json (the source of ids and sizes for all later stages),
          reports/identify.json
 Run      python -m pipeline.identify
@@ -14,14 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ParamsError, VerifierError
+from pipeline.families import family_of, is_verified, prove, single_id
 from pipeline.params import Params, Think, Verifier, load_params
 from pipeline.resume import content_key, file_sha256, write_json
 from pipeline.stage import run_stage
-from pipeline.verifier import VERIFIER_PATH, FileIdentity, VerifierIdentity, fingerprint
+from pipeline.verifier import (
+    VERIFIER_PATH,
+    FileIdentity,
+    VerifierIdentity,
+    fingerprint,
+    load_tokenizer,
+    small_files,
+    unreadable,
+)
 
 METRICS_PATH = Path("reports/identify.json")
 WEIGHTS = "*.safetensors"
-SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,12 +56,14 @@ def main() -> None:
         "num_hidden_layers": identity.num_hidden_layers,
         "hidden_size": identity.hidden_size,
         "vocab_size": identity.vocab_size,
+        "family_verified": identity.family_verified,
     }
     write_json(METRICS_PATH, metrics)
     print(
         f"{identity.model}: {identity.num_hidden_layers} layers of {identity.hidden_size}, "
         f"{identity.think_start} {identity.think_start_id}, "
-        f"{identity.think_end} {identity.think_end_id}, ends a turn with {identity.end_ids}"
+        f"{identity.think_end} {identity.think_end_id}, ends a turn with {identity.end_ids}, "
+        f"family {identity.family}{'' if identity.family_verified else ' (unverified)'}"
     )
 
 
@@ -64,12 +75,20 @@ def identify(params: Params) -> VerifierIdentity:
         ParamsError: a think token is not one token, or has another id.
     """
     verifier = params.verifier
+    family = family_of(params.family)
     folder, weights = _files(verifier)
     config = _config(folder, verifier)
-    tokenizer = _load_tokenizer(folder, verifier)
+    tokenizer = load_tokenizer(folder, trust_remote_code=verifier.trust_remote_code)
     if not tokenizer.chat_template:
         raise VerifierError(f"{verifier.model} has no chat template, so nothing can be asked")
     start_id, end_id = think_ids(tokenizer, params.think)
+    markers = prove(family, tokenizer, params)
+    end_ids = _end_ids(folder, config, tokenizer)
+    if markers.end_of_turn_id not in end_ids:
+        raise ParamsError(
+            f"family.name {params.family.name} ends a turn with {family.end_of_turn!r} "
+            f"({markers.end_of_turn_id}), the verifier with one of {end_ids}"
+        )
     return VerifierIdentity(
         model=verifier.model,
         revision=verifier.revision,
@@ -93,9 +112,10 @@ def identify(params: Params) -> VerifierIdentity:
         think_end=params.think.end,
         think_start_id=start_id,
         think_end_id=end_id,
-        end_ids=_end_ids(folder, config, tokenizer),
+        end_ids=end_ids,
+        end_of_turn_id=markers.end_of_turn_id,
         bos_id=tokenizer.bos_token_id,
-        control_ids=_control_ids(tokenizer, {start_id, end_id}),
+        control_ids=sorted({*_special_ids(tokenizer), *markers.control_ids} - {start_id, end_id}),
         blank_ids=[
             token_id
             for token_id in range(len(tokenizer))
@@ -105,6 +125,8 @@ def identify(params: Params) -> VerifierIdentity:
         hidden_size=config["hidden_size"],
         vocab_size=config["vocab_size"],
         max_position_embeddings=config["max_position_embeddings"],
+        family=params.family.name,
+        family_verified=is_verified(params.family),
     )
 
 
@@ -119,18 +141,13 @@ def think_ids(tokenizer: Any, think: Think) -> tuple[int, int]:
         ("start", think.start, think.start_id),
         ("end", think.end, think.end_id),
     ):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-            raise ParamsError(
-                f"think.{key}: {text!r} is no single token of the verifier but ids {ids}; "
-                "set it to the marker that its chat template uses"
-            )
-        if ids[0] != expected:
+        token_id = single_id(tokenizer, text, f"think.{key}")
+        if token_id != expected:
             raise ParamsError(
                 f"think.{key}_id is {expected}, but the verifier's tokenizer gives {text!r} the "
-                f"id {ids[0]}; set think.{key}_id: {ids[0]} if that is the right marker"
+                f"id {token_id}; set think.{key}_id: {token_id} if that is the right marker"
             )
-        found.append(ids[0])
+        found.append(token_id)
     if found[0] == found[1]:
         raise ParamsError(f"think.start and think.end are the same token {found[0]}")
     return found[0], found[1]
@@ -161,20 +178,15 @@ def _files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
 
 
 def _hub_files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    folder = small_files(verifier.model, verifier.revision)
     try:
-        folder = snapshot_download(
-            verifier.model, revision=verifier.revision, allow_patterns=SMALL_FILES
-        )
         info = HfApi().model_info(verifier.model, revision=verifier.revision, files_metadata=True)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise VerifierError(
-            f"{verifier.model} at {verifier.revision} cannot be read from the hub: "
-            f"{type(error).__name__}; check the name, the revision and HF_TOKEN"
-        ) from error
-    return Path(folder), [
+        raise unreadable(verifier.model, verifier.revision, error) from error
+    return folder, [
         FileIdentity(name=file.rfilename, size_bytes=file.size or 0, sha256=file.lfs.sha256)
         for file in sorted(info.siblings or [], key=lambda file: file.rfilename)
         if file.rfilename.endswith(".safetensors") and file.lfs
@@ -207,25 +219,10 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _load_tokenizer(folder: Path, verifier: Verifier) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            folder,
-            trust_remote_code=verifier.trust_remote_code,
-            local_files_only=True,
-        )
-    except (OSError, ValueError) as error:
-        raise VerifierError(
-            f"the tokenizer of {verifier.model} does not load: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _control_ids(tokenizer: Any, think: set[int]) -> list[int]:
+def _special_ids(tokenizer: Any) -> set[int]:
     """Special tokens that a map names, and added ones that are only marked as special."""
     marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return sorted({*tokenizer.all_special_ids, *marked} - think)
+    return {*tokenizer.all_special_ids, *marked}
 
 
 def _end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> list[int]:

@@ -25,6 +25,7 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+WhiteSpace = Annotated[str, Field(pattern=r"^\s*$")]
 # Sent with every request: what is left out, a generation_config.json beside the model decides.
 NEUTRAL_SAMPLING = {
     "min_p": 0.0,
@@ -82,6 +83,37 @@ class Think(Section):
     end: Annotated[str, Field(min_length=1)]
     start_id: CountOrZero
     end_id: CountOrZero
+
+
+class Family(Section):
+    """How the models of a family write a turn: an entry of the table in pipeline.families, or
+    `family.custom`."""
+
+    prefilled: bool | None
+    """whether the generation prompt opens the think block; None: some versions do, some do not"""
+    before_think_start: WhiteSpace
+    """the white space that the model itself writes there (and below), when its text lacks it"""
+    after_think_start: WhiteSpace
+    before_think_end: WhiteSpace
+    after_think_end: WhiteSpace
+    end_of_turn: Annotated[str, Field(min_length=1)]
+    role_tokens: Annotated[list[str], Field(min_length=1)]
+    """what opens a user's and an assistant's turn; each must occur in a rendered conversation"""
+    control_tokens: list[str]
+    """further markers that no generated turn may hold"""
+
+
+class FamilyChoice(Section):
+    """The verifier's family."""
+
+    name: Annotated[str, Field(min_length=1)]
+    custom: Family | None
+
+    @model_validator(mode="after")
+    def _custom_says_how(self) -> "FamilyChoice":
+        if (self.name == "custom") != (self.custom is not None):
+            raise ValueError("custom must describe the family if name is custom, else be null")
+        return self
 
 
 class Prompts(Section):
@@ -149,7 +181,13 @@ class Generate(Section):
 class Reassemble(Section):
     """What becomes a training sequence."""
 
+    source: Literal["ids", "text", "ids_else_text"]
     truncated: Literal["keep", "drop"]
+    max_tokens: Count
+    on_too_long: Literal["drop", "cut"]
+    on_control_text: Literal["reject", "keep"]
+    reasoning: Literal["keep", "drop", "empty"]
+    train_on: Literal["all_generated", "reasoning", "answer"]
     draft_vocab_size: Count
 
 
@@ -229,6 +267,7 @@ class Params(Section):
 
     verifier: Verifier
     think: Think
+    family: FamilyChoice
     prompts: Prompts
     generate: Generate
     reassemble: Reassemble

@@ -1,42 +1,43 @@
 """Stage 4, reassemble: the exact token sequence of each answer, and what the draft may learn of it.
 
-Reads    data/traces/part-*.jsonl, data/prompts/prompts.jsonl, data/verifier.json;
-         params `reassemble.*`, `generate.thinking`
+Reads    data/traces/part-*.jsonl, data/prompts/prompts.jsonl, data/verifier.json, the verifier's
+         tokenizer and chat template; params `reassemble.*`, `family.*`, `generate.thinking`,
+         `generate.thinking_switch`, `verifier.trust_remote_code`
 Writes   data/sequences/train and data/sequences/held_out (`datasets` folders that speculators
          loads as they are, columns in records.SEQUENCE_COLUMNS), data/sequences/d2t.npy and
-         t2d.npy (draft vocabulary), data/sequences/rejected.jsonl, reports/reassemble.json
+         t2d.npy (pipeline.vocabulary), data/sequences/rejected.jsonl (each row with its reason),
+         data/sequences/disagreements.jsonl (answers whose text does not give their ids back),
+         reports/reassemble.json
 Run      python -m pipeline.reassemble
 
-A sequence is the server's own prompt ids followed by its own generated ids: no chat template ever
-renders a finished turn and nothing is tokenized again. What breaks an invariant is rejected with
-its reason; nothing is repaired. Each turn of a conversation is a sequence of its own.
+Rows go from disk to disk one by one (pipeline.assembly says what becomes of each), so that memory
+does not grow with their number. On every run some answers are also rebuilt from their text and
+compared: the metric `text_agreement` says what a data set without ids would be worth.
 """
 
-import hashlib
-import shutil
+import heapq
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-import pandas as pd
-import pyarrow as pa
-from datasets import Dataset, disable_progress_bars
-from datasets.table import InMemoryTable
-from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+import orjson
+from datasets import disable_progress_bars
 
-from pipeline.errors import DataError, ParamsError
-from pipeline.params import Reassemble, load_params
+from pipeline.assembly import ABLATIONS, TRAINABLE, Assembler
+from pipeline.errors import DataError
+from pipeline.params import load_params
 from pipeline.progress import progress_bar
-from pipeline.reasoning import Spans, is_prefilled, spans_of
+from pipeline.rebuild import Agreement, Rebuilder, Tokens, agreement
 from pipeline.records import (
     PROMPTS_PATH,
-    SEQUENCE_COLUMNS,
     SEQUENCES,
     TRACES,
-    TRUNCATED,
+    Ablation,
     Prompt,
     Rejected,
     SequenceRejection,
@@ -47,57 +48,193 @@ from pipeline.records import (
     in_words,
     turn_id,
 )
-from pipeline.resume import jsonl, read_jsonl, write_bytes, write_json
+from pipeline.resume import atomic_path, jsonl, read_jsonl, write_bytes, write_json
+from pipeline.sequences import SequenceWriter, load_split
 from pipeline.stage import run_stage
-from pipeline.verifier import VerifierIdentity, load_verifier
+from pipeline.verifier import load_tokenizer, load_verifier, small_files
+from pipeline.vocabulary import (
+    coverage,
+    save_vocabulary,
+    token_frequency,
+    vocabulary_mapping,
+    vocabulary_sha256,
+)
 
 METRICS_PATH = Path("reports/reassemble.json")
-TRAINABLE = TRUNCATED | {Status.OK}
+REJECTED_PATH = SEQUENCES / "rejected.jsonl"
+DISAGREEMENTS_PATH = SEQUENCES / "disagreements.jsonl"
+TOKENS_COMPARED = 200_000  # enough for a share within one or two per cent, in about a second
+MAX_DISAGREEMENTS = 20
 
 
 def main() -> None:
     disable_progress_bars()  # one bar is enough, and it is ours
-    params = load_params()
-    verifier = load_verifier()
-    if params.reassemble.draft_vocab_size > verifier.vocab_size:
-        raise ParamsError(
-            f"reassemble.draft_vocab_size is {params.reassemble.draft_vocab_size}, more than the "
-            f"verifier's {verifier.vocab_size}"
-        )
-    rows: dict[str, list[dict[str, Any]]] = {split: [] for split in Split}
-    rejected: list[dict[str, Any]] = []
-    num_traces, thinking = 0, params.generate.thinking
-    with progress_bar("reassembling", num_prompts(), "questions") as bar:
+    params, verifier = load_params(), load_verifier()
+    folder = small_files(verifier.model, verifier.revision)
+    tokenizer = load_tokenizer(folder, trust_remote_code=params.verifier.trust_remote_code)
+    assembler = Assembler(params, verifier, tokenizer)
+    tally, compared = Tally(verifier.think_end_id), ComparisonSample(TOKENS_COMPARED)
+    SEQUENCES.mkdir(parents=True, exist_ok=True)
+    with (
+        progress_bar("reassembling", num_prompts(), "questions") as bar,
+        ExitStack() as opened,
+    ):
+        writers = {
+            split: opened.enter_context(SequenceWriter(SEQUENCES / split)) for split in Split
+        }
+        rejected = opened.enter_context(opened.enter_context(atomic_path(REJECTED_PATH)).open("wb"))
         for prompt, traces in prompts_and_traces():
-            num_traces += len(traces)
             for trace in traces:
+                compared.add(trace)
                 try:
-                    row = sequence_of(prompt, trace, verifier, params.reassemble, thinking=thinking)
-                    rows[prompt["split"]].append(row)
+                    row = assembler.row(prompt, trace)
+                    writers[Split(prompt["split"])].add(row)
+                    tally.keep(row)
                 except Rejected as rejection:
-                    reason = rejection.reason.value
-                    rejected.append({"sample_id": trace["sample_id"], "reason": reason})
-            bar.advance(1, f"{len(rejected)} rejected")
-    for split in Split:
-        if not rows[split]:
-            raise DataError(
-                f"no {split} sequence is left of {num_traces} traces; rejected: "
-                f"{in_words(Counter(row['reason'] for row in rejected))}"
-            )
-    frequency = token_frequency(rows[Split.TRAIN])
+                    tally.reject(trace, rejection, rejected)
+            bar.advance(1, f"{tally.num_rejected} rejected")
+        for split, writer in writers.items():
+            if not writer.num_rows:
+                raise DataError(
+                    f"no {split} sequence is left of {tally.num_traces} traces; rejected: "
+                    f"{in_words(tally.rejected)}"
+                )
+    train, held_out = load_split(SEQUENCES / Split.TRAIN), load_split(SEQUENCES / Split.HELD_OUT)
+    frequency = token_frequency(train, verifier.vocab_size)
     d2t, t2d = vocabulary_mapping(frequency, params.reassemble.draft_vocab_size, verifier)
-    for split in Split:
-        save_dataset(rows[split], SEQUENCES / split)
-    np.save(SEQUENCES / "d2t.npy", d2t)
-    np.save(SEQUENCES / "t2d.npy", t2d)
-    write_bytes(SEQUENCES / "rejected.jsonl", jsonl(rejected))
-    metrics = metrics_of(rows, rejected, num_traces, t2d)
+    save_vocabulary(SEQUENCES, d2t, t2d)
+    agreements, disagreements = compared.judge(assembler.rebuilder)
+    write_bytes(DISAGREEMENTS_PATH, jsonl(disagreements))
+    metrics = {
+        "rows_in": tally.num_traces,
+        "train": len(train),
+        "held_out": len(held_out),
+        **tally.metrics(),
+        "held_out_vocabulary": coverage(held_out, t2d),
+        "vocabulary_sha256": vocabulary_sha256(SEQUENCES),
+        "text_agreement": agreements,
+    }
     write_json(METRICS_PATH, metrics)
+    ablation = ABLATIONS[params.reassemble.reasoning]
     print(
-        f"{num_traces} traces: {metrics['train']} sequences to train on, {metrics['held_out']} "
-        f"held out, {len(rejected)} rejected: {in_words(metrics['rejected'])}; "
+        f"{tally.num_traces} traces: {len(train)} sequences to train on, {len(held_out)} held out, "
+        f"{tally.num_rejected} rejected: {in_words(tally.rejected)}; "
         f"{metrics['reasoning_tokens']['mean']} reasoning tokens a row"
+        + ("" if ablation is Ablation.NONE else f"; an ablation: {ablation}")
     )
+    print(
+        f"of {agreements['compared']} compared, {agreements['share']:.1%} of the texts give their "
+        f"ids back: {in_words({kind: agreements[kind] for kind in Agreement})}"
+    )
+
+
+class Tally:
+    """Counts what became of each trace."""
+
+    def __init__(self, think_end_id: int) -> None:
+        self.rejected: Counter[str] = Counter()
+        self._think_end_id = think_end_id
+        self._kept: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._reasoning_tokens, self._answer_tokens = array("q"), array("q")
+
+    @property
+    def num_rejected(self) -> int:
+        return self.rejected.total()
+
+    @property
+    def num_traces(self) -> int:
+        return self._kept.total() + self.num_rejected
+
+    def keep(self, row: dict[str, Any]) -> None:
+        self._kept[row["status"]] += 1
+        self._reasoning_tokens.append(row["reasoning_end"] - row["reasoning_start"])
+        self._answer_tokens.append(row["answer_end"] - row["answer_start"])
+        answer = row["input_ids"][row["answer_start"] : row["answer_end"]]
+        self._counts.update(
+            tokens=row["seq_len"],
+            supervised_tokens=int(row["loss_mask"].sum()),
+            rebuilt=row["rebuilt"],
+            with_control_text=row["control_text"],
+            ablated=row["ablation"] != Ablation.NONE,
+            think_ends_in_answers=int(np.count_nonzero(answer == self._think_end_id)),
+            cut_in_reasoning=row["cut_in"] == "reasoning",
+            cut_in_answer=row["cut_in"] == "answer",
+        )
+
+    def reject(self, trace: Trace, rejection: Rejected, file: BinaryIO) -> None:
+        reason = rejection.reason.value
+        self.rejected[reason] += 1
+        file.write(orjson.dumps({"sample_id": trace["sample_id"], "reason": reason}) + b"\n")
+
+    def metrics(self) -> dict[str, Any]:
+        reasons = [*SequenceRejection, *(s for s in Status if s not in TRAINABLE)]
+        return {
+            "rejected": {reason.value: self.rejected[reason.value] for reason in reasons},
+            "kept_by_status": count_by(self._kept.elements(), Status),
+            "reasoning_tokens": summary(self._reasoning_tokens),
+            "answer_tokens": summary(self._answer_tokens),
+            **self._counts,
+        }
+
+
+class ComparisonSample:
+    """The answers to compare: those with the smallest keys, up to so many tokens. A key is a hash,
+    so the choice is random and the same on every run."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._largest_first: list[tuple[int, int, Trace]] = []
+
+    def add(self, trace: Trace) -> None:
+        num_tokens = len(trace["prompt_token_ids"]) + len(trace["token_ids"])
+        if trace["status"] not in TRAINABLE or not trace["token_ids"]:
+            return
+        rank = -int.from_bytes(trace["key"].encode()[:16], "big")
+        heapq.heappush(self._largest_first, (rank, -num_tokens, trace))
+        self._num_tokens += num_tokens
+        while self._num_tokens > self._max_tokens and len(self._largest_first) > 1:
+            self._num_tokens += heapq.heappop(self._largest_first)[1]
+
+    def judge(self, rebuilder: Rebuilder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """How many agree, by kind, and examples of those that do not."""
+        counts: Counter[Agreement] = Counter()
+        examples: list[dict[str, Any]] = []
+        with progress_bar("comparing with text", len(self._largest_first), "answers") as bar:
+            for _, _, trace in sorted(self._largest_first, key=lambda entry: -entry[0]):
+                kind, example = compare(trace, rebuilder)
+                counts[kind] += 1
+                if example and len(examples) < MAX_DISAGREEMENTS:
+                    examples.append(example)
+                bar.advance()
+        share = counts[Agreement.EXACT] / max(counts.total(), 1)
+        shares = {"compared": counts.total(), "share": round(share, 4)}
+        return {**shares, **count_by(counts.elements(), Agreement)}, examples
+
+
+def compare(trace: Trace, rebuilder: Rebuilder) -> tuple[Agreement, dict[str, Any] | None]:
+    """The kind of agreement, and unless it is exact where the two part."""
+    generated = Tokens(trace["prompt_token_ids"], trace["token_ids"])
+    try:
+        rebuilt = rebuilder.rebuild(trace)
+    except Rejected as rejection:
+        kind, reason = Agreement.OTHER, rejection.reason.value
+        return kind, {"sample_id": trace["sample_id"], "kind": kind.value, "reason": reason}
+    kind = agreement(generated, rebuilt, rebuilder.tokenizer)
+    if kind is Agreement.EXACT:
+        return kind, None
+    ours, theirs = ([*tokens.prompt_ids, *tokens.token_ids] for tokens in (generated, rebuilt))
+    pairs = enumerate(zip_longest(ours, theirs))
+    position = next(index for index, (our, their) in pairs if our != their)
+    shown = slice(max(position - 4, 0), position + 8)
+    return kind, {
+        "sample_id": trace["sample_id"],
+        "kind": kind.value,
+        "position": position,
+        "generated": ours[shown],
+        "rebuilt": theirs[shown],
+    }
 
 
 def num_prompts() -> int:
@@ -119,170 +256,15 @@ def prompts_and_traces() -> Iterator[tuple[Prompt, list[Trace]]]:
         yield prompt, traces  # type: ignore[misc]  # TypedDicts as stored
 
 
-def sequence_of(
-    prompt: Prompt,
-    trace: Trace,
-    verifier: VerifierIdentity,
-    params: Reassemble,
-    *,
-    thinking: bool,
-) -> dict[str, Any]:
-    """One row of data/sequences.
-
-    Raises:
-        Rejected: the status is not for training, or the ids break an invariant.
-    """
-    status = Status(trace["status"])
-    if status not in TRAINABLE:
-        raise Rejected(status)
-    prompt_ids, token_ids = trace["prompt_token_ids"], trace["token_ids"]
-    if not prompt_ids and not token_ids:
-        raise Rejected(SequenceRejection.NO_TOKEN_IDS)
-    if status in TRUNCATED and params.truncated == "drop":
-        raise Rejected(SequenceRejection.TRUNCATED)
-    spans = spans_of(prompt_ids, token_ids, verifier)
-    check_ids(trace, status, spans, verifier, thinking=thinking)
-    length = len(prompt_ids) + len(token_ids)
-    # Without a think block (thinking off) the reasoning is the empty range before the answer.
-    answer = spans.answer or (length, length)
-    reasoning = spans.reasoning or (answer[0], answer[0])
-    row = {
-        "input_ids": [*prompt_ids, *token_ids],
-        "loss_mask": [0] * len(prompt_ids) + [1] * len(token_ids),
-        "seq_len": length,
-        "sample_id": trace["sample_id"],
-        "key": trace["key"],
-        "prompt_index": prompt["index"],
-        "source": prompt["source"],
-        "status": status.value,
-        "reasoning_start": reasoning[0],
-        "reasoning_end": reasoning[1],
-        "answer_start": answer[0],
-        "answer_end": answer[1],
-    }
-    assert tuple(row) == SEQUENCE_COLUMNS
-    return row
-
-
-def check_ids(
-    trace: Trace, status: Status, spans: Spans, verifier: VerifierIdentity, *, thinking: bool
-) -> None:
-    """The invariants of a generated turn, on ids alone.
-
-    Raises:
-        Rejected: with the invariant that does not hold.
-    """
-    token_ids = trace["token_ids"]
-    num_starts = token_ids.count(verifier.think_start_id)
-    num_starts += is_prefilled(trace["prompt_token_ids"], verifier)
-    if thinking and num_starts != 1:
-        raise Rejected(SequenceRejection.THINK_START)
-    if thinking and (spans.answer is None) != (status is Status.TRUNCATED_IN_REASONING):
-        raise Rejected(SequenceRejection.THINK_END)
-    if status is Status.OK and (spans.answer is None or spans.answer[0] == spans.answer[1]):
-        raise Rejected(SequenceRejection.NO_ANSWER)
-    if spans.ends_turn != (trace["finish_reason"] == "stop"):
-        raise Rejected(SequenceRejection.END_OF_TURN)
-    inside = token_ids[:-1] if spans.ends_turn else token_ids
-    if not {*verifier.control_ids, *verifier.end_ids}.isdisjoint(inside):
-        raise Rejected(SequenceRejection.CONTROL_TOKEN)
-    billed = (trace["usage"].get("prompt_tokens"), trace["usage"].get("completion_tokens"))
-    if billed != (len(trace["prompt_token_ids"]), len(token_ids)):
-        raise Rejected(SequenceRejection.USAGE)
-
-
-def token_frequency(rows: Iterable[dict[str, Any]]) -> Counter[int]:
-    """How often each token is supervised in the training set."""
-    frequency: Counter[int] = Counter()
-    for row in rows:
-        first = row["loss_mask"].index(1)  # the mask is 0 on the prompt, 1 on all after it
-        frequency.update(row["input_ids"][first:])
-    return frequency
-
-
-def vocabulary_mapping(
-    frequency: Counter[int], draft_vocab_size: int, verifier: VerifierIdentity
-) -> tuple[np.ndarray, np.ndarray]:
-    """speculators' mapping of the most frequent tokens, think and end tokens always among them.
-
-    Returns:
-        d2t [draft_vocab_size] int64: verifier id of draft id i is i + d2t[i];
-        t2d [vocab_size] bool: whether a verifier id is in the draft vocabulary.
-
-    Raises:
-        ParamsError: draft_vocab_size is too small even for the think and end tokens.
-    """
-    always = {verifier.think_start_id, verifier.think_end_id, *verifier.end_ids}
-    if len(always) > draft_vocab_size:
-        raise ParamsError(
-            f"reassemble.draft_vocab_size {draft_vocab_size} has no room for the "
-            f"{len(always)} think and end tokens"
-        )
-    above_all = max(frequency.values(), default=0) + 1
-    wanted = {**frequency, **dict.fromkeys(always, above_all)}
-    d2t, t2d = build_vocab_mappings_from_distribution(wanted, draft_vocab_size, verifier.vocab_size)
-    return d2t.numpy(), t2d.numpy()
-
-
-def save_dataset(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Write `rows` as a `datasets` folder whose bytes depend on the rows alone.
-
-    `datasets` puts a random fingerprint into state.json unless it is given one.
-    """
-    table = pa.Table.from_pylist(rows)
-    digest = hashlib.sha256()
-    for batch in table.to_batches():
-        digest.update(batch.serialize())
-    fingerprint = digest.hexdigest()[:16]
-    temp = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temp, ignore_errors=True)
-    Dataset(InMemoryTable(table), fingerprint=fingerprint).save_to_disk(str(temp))
-    shutil.rmtree(folder, ignore_errors=True)
-    temp.rename(folder)
-
-
-def metrics_of(
-    rows: dict[str, list[dict[str, Any]]],
-    rejected: list[dict[str, Any]],
-    num_traces: int,
-    t2d: np.ndarray,
-) -> dict[str, Any]:
-    table = pd.DataFrame([row for split in Split for row in rows[split]])
-    reasoning = table["reasoning_end"] - table["reasoning_start"]
-    answer = table["answer_end"] - table["answer_start"]
-    reasons = [*SequenceRejection, *(s for s in Status if s not in TRAINABLE)]
-    found = Counter(row["reason"] for row in rejected)
+def summary(tokens: "array[int]") -> dict[str, float]:
+    values = np.asarray(tokens)
+    p50, p95 = np.quantile(values, [0.5, 0.95])
     return {
-        "rows_in": num_traces,
-        **{split.value: len(rows[split]) for split in Split},
-        "rejected": {reason.value: found[reason.value] for reason in reasons},
-        "kept_by_status": count_by(table["status"], Status),
-        "tokens": int(table["seq_len"].sum()),
-        "supervised_tokens": int(sum(sum(mask) for mask in table["loss_mask"])),
-        "reasoning_tokens": summary(reasoning),
-        "answer_tokens": summary(answer),
-        "held_out_tokens_outside_draft_vocabulary": outside_vocabulary(rows[Split.HELD_OUT], t2d),
+        "mean": round(float(values.mean()), 1),
+        "p50": round(float(p50), 1),
+        "p95": round(float(p95), 1),
+        "max": int(values.max()),
     }
-
-
-def summary(tokens: "pd.Series[int]") -> dict[str, float]:
-    return {
-        "mean": round(float(tokens.mean()), 1),
-        "p50": round(float(tokens.quantile(0.5)), 1),
-        "p95": round(float(tokens.quantile(0.95)), 1),
-        "max": int(tokens.max()),
-    }
-
-
-def outside_vocabulary(rows: list[dict[str, Any]], t2d: np.ndarray) -> dict[str, int]:
-    """Held-out tokens that the draft can never propose, by phase."""
-    missing = {"reasoning": 0, "answer": 0}
-    for row in rows:
-        known = t2d[row["input_ids"]]  # [seq_len] bool
-        for phase in missing:
-            span = known[row[f"{phase}_start"] : row[f"{phase}_end"]]
-            missing[phase] += int(np.count_nonzero(~span))
-    return missing
 
 
 if __name__ == "__main__":

@@ -135,24 +135,43 @@ class SequenceRejection(StrEnum):
     END_OF_TURN = "end_of_turn"  # missing after stop, or present after length
     CONTROL_TOKEN = "control_token"  # a control token inside the generated turn
     USAGE = "usage"  # token counts differ from what the server billed
-    NO_TOKEN_IDS = "no_token_ids"  # text alone is no exact sequence
+    NO_TOKEN_IDS = "no_token_ids"  # text alone is no exact sequence (reassemble.source: ids)
+    TEXT_NOT_EXACT = "text_not_exact"  # the text spells a think or control token, or is no UTF-8
+    BOS = "bos"  # not as many BOS in the prompt as the chat template writes
+    CONTROL_TEXT = "control_text"  # a control token that a user wrote (reassemble.on_control_text)
+    OTHER_TEMPLATE = "other_template"  # the prompt lacks control tokens of the chat template
+    TOO_LONG = "too_long"  # reassemble.max_tokens: drop, or nothing to learn before the cut
+    NOTHING_TO_LEARN = "nothing_to_learn"  # reassemble.train_on leaves no token
+
+
+class Ablation(StrEnum):
+    """What was taken out of a sequence on purpose, to see what it is worth."""
+
+    NONE = "none"
+    REASONING_DROPPED = "reasoning_dropped"  # the think block is gone
+    REASONING_EMPTY = "reasoning_empty"  # its two tokens are left
 
 
 # The columns of data/sequences/{train,held_out}. speculators reads the first three; spans are
 # half-open token ranges [start, end) of input_ids.
 SEQUENCE_COLUMNS = (
     "input_ids",  # prompt ids + generated ids, as the server gave them
-    "loss_mask",  # 0 on the prompt, 1 on every generated token
+    "loss_mask",  # 0 on the prompt, 1 on the generated tokens that reassemble.train_on names
     "seq_len",
     "sample_id",
     "key",  # the trace's
     "prompt_index",
     "source",
     "status",
+    "generated_start",  # first token that the verifier wrote
     "reasoning_start",  # first token after the think-start
     "reasoning_end",  # the think-end, or seq_len if cut before it
     "answer_start",  # first token after the think-end, or seq_len
     "answer_end",  # the end-of-turn token, or seq_len if cut before it
+    "rebuilt",  # from text: these need not be the tokens that the verifier wrote
+    "control_text",  # a user wrote control tokens into the question
+    "cut_in",  # the phase that reassemble.max_tokens ended: none | reasoning | answer
+    "ablation",  # see Ablation
 )
 
 

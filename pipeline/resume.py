@@ -74,18 +74,20 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSONL file that a stage wrote. Raises DataError when it is missing or torn."""
+    """Rows of a JSONL file that a stage wrote, one by one. Raises DataError when it is missing or
+    torn."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        file = path.open("rb")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; `dvc repro` makes it") from error
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            yield orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise DataError(f"{path}:{number} is no JSON ({error})") from error
+    with file:
+        for number, line in enumerate(file, start=1):
+            if line.isspace():
+                continue
+            try:
+                yield orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise DataError(f"{path}:{number} is no JSON ({error})") from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ and compares the files and the server it meets with it.
 import hashlib
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -14,6 +15,8 @@ from pipeline.errors import VerifierError
 from pipeline.resume import file_sha256, read_json
 
 VERIFIER_PATH = Path("data/verifier.json")
+# All that is not weights: config, tokenizer, chat template, and code where a model brings its own.
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
 class FileIdentity(BaseModel):
@@ -45,15 +48,21 @@ class VerifierIdentity(BaseModel):
     think_end_id: int
     end_ids: list[int]
     """ids that end a generated turn: eos_token_id of generation_config.json and config.json"""
+    end_of_turn_id: int
+    """the one of end_ids that the family ends an answer with"""
     bos_id: int | None
     control_ids: list[int]
-    """special tokens of the tokenizer: none of them belongs inside a generated turn"""
+    """special tokens of the tokenizer and markers of the family: none belongs inside a generated
+    turn"""
     blank_ids: list[int]
     """ids that decode to white space alone: a block of these is an empty block"""
     num_hidden_layers: int
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
+    family: str
+    family_verified: bool
+    """whether this project tried a real tokenizer of the family"""
 
     @cached_property
     def blank(self) -> frozenset[int]:
@@ -64,6 +73,11 @@ class VerifierIdentity(BaseModel):
         """Think, end and control tokens: all that is no text."""
         think = (self.think_start_id, self.think_end_id)
         return frozenset((*think, *self.end_ids, *self.control_ids))
+
+    @cached_property
+    def turn_breakers(self) -> frozenset[int]:
+        """What no generated turn may hold before its end: markers less the think tokens."""
+        return self.markers - {self.think_start_id, self.think_end_id}
 
 
 def fingerprint(weights: list[FileIdentity]) -> str:
@@ -107,3 +121,45 @@ def load_verifier(path: Path = VERIFIER_PATH) -> VerifierIdentity:
                 f"verifier changed: {on_disk} is not the file in {path}; `dvc repro -f identify`"
             )
     return identity
+
+
+def small_files(model: str, revision: str | None) -> Path:
+    """The folder with all that is not weights: the model's own, or a snapshot of the revision.
+
+    Raises:
+        VerifierError: the hub does not give it.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=SMALL_FILES))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise unreadable(model, revision, error) from error
+
+
+def unreadable(model: str, revision: str | None, error: Exception) -> VerifierError:
+    return VerifierError(
+        f"{model} at {revision} cannot be read from the hub: {type(error).__name__}; check the "
+        "name, the revision and HF_TOKEN"
+    )
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    """The verifier's own tokenizer, with its own code if it has some.
+
+    Raises:
+        VerifierError: it does not load.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise VerifierError(
+            f"the tokenizer in {folder} does not load: {str(error).splitlines()[0]}"
+        ) from error

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.fake_server import END, MODEL, THINK, THINK_END, VOCAB_SIZE, FakeServer, written
+from tests.fake_tokenizer import FAMILY, write_tokenizer
 
 # A shell's background job ignores Ctrl-C, and so would all that is started here to be interrupted.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -52,7 +53,15 @@ SMALL = {
     "generate.gate.min_reasoning_fraction": 0.9,
     "generate.gate.min_reasoning_tokens": 3,
     "generate.max_failed_fraction": 0.0,
+    "family.name": "custom",
+    "family.custom": FAMILY,
+    "reassemble.source": "ids",
     "reassemble.truncated": "keep",
+    "reassemble.max_tokens": 1024,
+    "reassemble.on_too_long": "cut",
+    "reassemble.on_control_text": "reject",
+    "reassemble.reasoning": "keep",
+    "reassemble.train_on": "all_generated",
     "reassemble.draft_vocab_size": 64,
     "benchmark.num_draft_tokens": 3,
 }
@@ -68,6 +77,7 @@ class Project:
         weights = root / MODEL / "model.safetensors"
         weights.parent.mkdir(parents=True)
         weights.write_bytes(WEIGHTS)
+        write_tokenizer(weights.parent)
         (root / "data/prompts").mkdir(parents=True)
         self.set(**SMALL)
         self.identity()
@@ -164,6 +174,7 @@ def verifier_json() -> dict[str, Any]:
         "think_start_id": THINK,
         "think_end_id": THINK_END,
         "end_ids": [END],
+        "end_of_turn_id": END,
         "bos_id": None,
         "control_ids": [END, 203, 204, 205],
         "blank_ids": [9, 10, 13, 32],
@@ -171,6 +182,8 @@ def verifier_json() -> dict[str, Any]:
         "hidden_size": 8,
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": 4096,
+        "family": "custom",
+        "family_verified": False,
     }
 
 

@@ -33,10 +33,15 @@ def sequence(index: int, num_tokens: int = 10, prompt: int = 4) -> dict[str, Any
         "prompt_index": index,
         "source": "test",
         "status": "ok",
+        "generated_start": prompt,
         "reasoning_start": prompt + 1,
         "reasoning_end": prompt + 3,
         "answer_start": prompt + 4,
         "answer_end": num_tokens - 1,
+        "rebuilt": False,
+        "control_text": False,
+        "cut_in": "none",
+        "ablation": "none",
     }
 
 
@@ -70,6 +75,7 @@ def write_verifier(root: Path, weights: list[dict[str, Any]], **changes: Any) ->
         "think_start_id": 3,
         "think_end_id": 4,
         "end_ids": [1],
+        "end_of_turn_id": 1,
         "bos_id": None,
         "control_ids": [1],
         "blank_ids": [],
@@ -77,6 +83,8 @@ def write_verifier(root: Path, weights: list[dict[str, Any]], **changes: Any) ->
         "hidden_size": HIDDEN_SIZE,
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": 64,
+        "family": "qwen3",
+        "family_verified": True,
     }
     (root / "data").mkdir(exist_ok=True)
     (root / "data/verifier.json").write_text(json.dumps(identity | changes), encoding="utf-8")

@@ -1,0 +1,119 @@
+"""Token ids from text: the prompt as the chat template makes it, and an answer without ids.
+
+    rebuilder = Rebuilder(tokenizer, verifier, params)
+    prompt_ids, token_ids = rebuilder.rebuild(trace)
+
+Only the prompt is rendered by the chat template, up to where the verifier went on. The turn itself
+is put together by hand: think tokens and end-of-turn by their ids, text between them by the
+tokenizer, white space next to them as the family writes it where the text came without. No
+template ever renders a finished turn: many drop the reasoning or change its newlines.
+
+What comes out need not be what was generated: a model may write "he" + "llo" where the tokenizer
+makes "hello". `agreement` says how far the two are apart where both are known.
+"""
+
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from pipeline.families import family_of, generation_prompt
+from pipeline.params import Params
+from pipeline.reasoning import is_prefilled
+from pipeline.records import Message, Rejected, SequenceRejection, Status, Trace
+from pipeline.verifier import VerifierIdentity
+
+REPLACEMENT_CHARACTER = "\ufffd"  # what bytes that are no UTF-8 become in text
+
+
+class Agreement(StrEnum):
+    """How an answer rebuilt from its text compares with its token ids."""
+
+    EXACT = "exact"
+    WHITESPACE = "whitespace"  # the same but for white space
+    RETOKENIZED = "retokenized"  # the same text in other tokens
+    OTHER = "other"  # another text, or one that says nothing sure
+
+
+class Tokens(NamedTuple):
+    """The ids of a sequence in its two parts."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]  # generated
+
+
+class Rebuilder:
+    """Makes ids of text with the verifier's own tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Any, verifier: VerifierIdentity, params: Params) -> None:
+        self.tokenizer, self.verifier = tokenizer, verifier
+        self._family = family_of(params.family)
+        self._template_kwargs = params.generate.template_kwargs
+        self._thinking = params.generate.thinking
+        self._markers_by_roles: dict[tuple[str, ...], list[int]] = {}
+
+    def rebuild(self, trace: Trace) -> Tokens:
+        """The ids that `trace` would have by its text alone.
+
+        Raises:
+            Rejected: the text spells a think or control token, or holds bytes that no text can.
+        """
+        prompt_ids = self.prompt_ids(trace["messages"])
+        return Tokens(prompt_ids, self._generated(trace, prompt_ids))
+
+    def prompt_ids(self, messages: list[Message]) -> list[int]:
+        """As vLLM does it: no special tokens beside those that the template itself writes."""
+        text = generation_prompt(self.tokenizer, messages, self._template_kwargs)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def template_markers(self, messages: list[Message]) -> list[int]:
+        """The think, end and control tokens that the template puts around such messages."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._markers_by_roles:
+            plain: list[Message] = [{"role": role, "content": "x"} for role in roles]
+            ids = self.prompt_ids(plain)
+            self._markers_by_roles[roles] = [t for t in ids if t in self.verifier.markers]
+        return self._markers_by_roles[roles]
+
+    def _generated(self, trace: Trace, prompt_ids: list[int]) -> list[int]:
+        family, verifier = self._family, self.verifier
+        reasoning, content = trace.get("reasoning") or "", trace.get("content") or ""
+        ids: list[int] = []
+        if self._thinking:
+            is_closed = trace["status"] != Status.TRUNCATED_IN_REASONING
+            if not is_closed:  # some parsers put a reasoning that was cut into `content`
+                reasoning, content = reasoning or content, ""
+            if not is_prefilled(prompt_ids, verifier):
+                ids = [*self._text(family.before_think_start), verifier.think_start_id]
+            before_end = family.before_think_end if is_closed else ""
+            ids += self._text(with_edges(reasoning, family.after_think_start, before_end))
+            if is_closed:
+                ids.append(verifier.think_end_id)
+                content = with_edges(content, family.after_think_end, "")
+        ids += self._text(content)
+        return [*ids, verifier.end_of_turn_id] if trace["finish_reason"] == "stop" else ids
+
+    def _text(self, text: str) -> list[int]:
+        ids = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+        if REPLACEMENT_CHARACTER in text or not self.verifier.markers.isdisjoint(ids):
+            raise Rejected(SequenceRejection.TEXT_NOT_EXACT)
+        return ids
+
+
+def with_edges(text: str, before: str, after: str) -> str:
+    """`text` with this white space at its ends, where it has none of its own: servers differ in
+    whether they strip it."""
+    before = "" if text[:1].isspace() else before
+    after = "" if text[-1:].isspace() else after
+    return before + text + after
+
+
+def agreement(generated: Tokens, rebuilt: Tokens, tokenizer: Any) -> Agreement:
+    if rebuilt == generated:
+        return Agreement.EXACT
+    texts = [
+        tokenizer.decode([*tokens.prompt_ids, *tokens.token_ids], skip_special_tokens=False)
+        for tokens in (generated, rebuilt)
+    ]
+    if texts[0] == texts[1]:
+        return Agreement.RETOKENIZED
+    without_space = ["".join(text.split()) for text in texts]
+    return Agreement.WHITESPACE if without_space[0] == without_space[1] else Agreement.OTHER

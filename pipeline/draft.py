@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ from speculators.train.cli import create_transformer_layer_config
 from pipeline.devices import attention
 from pipeline.errors import DataError
 from pipeline.params import Params
-from pipeline.verifier import VerifierIdentity
+from pipeline.resume import write_json
+from pipeline.verifier import SMALL_FILES, VerifierIdentity
 
 # Weights in other formats are neither fingerprinted nor loaded.
-VERIFIER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.safetensors"]
+VERIFIER_FILES = [*SMALL_FILES, "*.safetensors"]
+PROVENANCE = "provenance.json"
 
 
 def verifier_folder(verifier: VerifierIdentity) -> str:
@@ -88,8 +91,11 @@ def new_draft(
     return draft
 
 
-def save_draft(draft: Eagle3DraftModel, folder: Path, dtype: torch.dtype) -> None:
-    """A speculators checkpoint in `folder`, which is there whole or not at all."""
+def save_draft(
+    draft: Eagle3DraftModel, folder: Path, dtype: torch.dtype, provenance: dict[str, Any]
+) -> None:
+    """A speculators checkpoint in `folder`, which is there whole or not at all; beside it, in
+    provenance.json, what it was trained on."""
     unfinished = folder.with_name(f".{folder.name}-in-progress")
     shutil.rmtree(unfinished, ignore_errors=True)
     state = {
@@ -98,6 +104,7 @@ def save_draft(draft: Eagle3DraftModel, folder: Path, dtype: torch.dtype) -> Non
     }
     draft.save_pretrained(unfinished, state_dict=state)
     patch_config_dtype(unfinished / "config.json", dtype)
+    write_json(unfinished / PROVENANCE, provenance)
     for file in unfinished.iterdir():
         file.chmod(0o644)  # safetensors makes files for the owner alone
     shutil.rmtree(folder, ignore_errors=True)

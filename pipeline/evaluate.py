@@ -251,7 +251,7 @@ def main() -> None:
     answers, ngram_answers = [], []
     with progress_bar("evaluating", len(held_out), "answers") as bar:
         for row in held_out:
-            start = row["loss_mask"].index(1) if 1 in row["loss_mask"] else row["seq_len"]
+            start = row["generated_start"]
             runs = draft_runs(draft, states.read(row["key"]), start, max_draft_tokens)
             answers.append(Answer(row["sample_id"], start, row["answer_start"], runs))
             runs = ngram_runs(row["input_ids"], start, num_draft_tokens, *lookup)

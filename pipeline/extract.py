@@ -34,7 +34,7 @@ from pipeline.manifest import (
     survey,
 )
 from pipeline.params import Params, load_params
-from pipeline.records import HIDDEN_STATES, SEQUENCES, Split, count_by
+from pipeline.records import HIDDEN_STATES, SEQUENCES, Ablation, Split, count_by
 from pipeline.resume import TEMP_SUFFIX, content_key, one_writer, write_json
 from pipeline.sequences import load_split
 from pipeline.stage import run_stage
@@ -69,6 +69,7 @@ def record_of(row: dict[str, Any]) -> SequenceRecord:
         ids_sha256=ids_sha256(row["input_ids"]),
         num_tokens=num_tokens,
         num_last_states=num_tokens - int(supervised[0]) if len(supervised) else 0,
+        ablation=Ablation(row["ablation"]),
     )
 
 
@@ -91,7 +92,7 @@ def wanted_shards(
         "quantization": served.quantization,
         "config_sha256": verifier.config_sha256,
     }
-    columns = ["sample_id", "key", "prompt_index", "input_ids", "loss_mask"]
+    columns = ["sample_id", "key", "prompt_index", "input_ids", "loss_mask", "ablation"]
     shards = groupby(
         sequences.select_columns(columns).with_format("numpy"),
         key=lambda row: int(row["prompt_index"]) // extract.samples_per_shard,

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 
 from pipeline.errors import DataError
+from pipeline.records import Ablation
 from pipeline.resume import file_sha256, read_json
 
 MANIFEST = "manifest.json"
@@ -50,6 +51,8 @@ class SequenceRecord(BaseModel):
     num_tokens: int
     num_last_states: int
     """tokens from the first supervised one on: what training reads of the last state"""
+    ablation: Ablation = Ablation.NONE
+    """what reassemble took out of the sequence on purpose"""
     rejected: StatesRejection | None = None
     """why the shard has no states of it"""
 

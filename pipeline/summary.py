@@ -64,7 +64,8 @@ def rows_table(reports: dict[str, Any]) -> Table:
     table.add_row(
         "reassemble",
         str(reassemble["rows_in"]),
-        f"{reassemble['train']} to train on, {reassemble['held_out']} held out",
+        f"{reassemble['train']} to train on, {reassemble['held_out']} held out"
+        + (f", {reassemble['ablated']} of them ablated" if reassemble["ablated"] else ""),
         in_words(reassemble["rejected"]),
     )
     reasoning = reassemble["reasoning_tokens"]

@@ -42,6 +42,7 @@ from pipeline.sequences import load_split
 from pipeline.shards import HiddenStates, ShardTransfer
 from pipeline.stage import LOGS, run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
+from pipeline.vocabulary import vocabulary_sha256
 
 METRICS_PATH = Path("reports/train.json")
 CURVE = Path("reports/train_curve.csv")
@@ -93,6 +94,7 @@ class SequenceDataset(ArrowDataset):
             on_missing="raise",
             hidden_states_dtype=getattr(torch, params.train.dtype),
         )
+        self.sequences = sequences
         self.data = sequences.with_format("torch", columns=["input_ids", "loss_mask"])
         self.approx_lengths: list[int] = list(lengths)
 
@@ -223,6 +225,16 @@ def report(
     }
 
 
+def provenance(training: SequenceDataset) -> dict[str, Any]:
+    """What a checkpoint says of the data it comes from."""
+    rows = training.sequences
+    return {
+        "ablation": sorted(set(rows["ablation"])),
+        "rebuilt_sequences": sum(rows["rebuilt"]),
+        "vocabulary_sha256": vocabulary_sha256(SEQUENCES),
+    }
+
+
 def log_to_file(path: Path) -> None:
     """What the libraries have to say goes to the log; the screen has one bar, ours."""
     path.parent.mkdir(exist_ok=True)
@@ -256,7 +268,7 @@ def main() -> None:
     )
     with progress_bar("training", params.train.num_steps, "steps") as bar:
         validation = trainer.run(params.train.num_steps, lambda: curve.after_step(bar))
-    save_draft(draft, DRAFT, getattr(torch, params.verifier.dtype))
+    save_draft(draft, DRAFT, getattr(torch, params.verifier.dtype), provenance(training))
     write_bytes(CURVE, curve.csv(params.train.ttt_steps))
     metrics = report(training, held_out, params.train, validation)
     write_json(METRICS_PATH, metrics)

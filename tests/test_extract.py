@@ -507,6 +507,11 @@ def test_a_layer_that_is_not_there_is_an_error(server: StatesServer) -> None:
         extract.main()
 
 
+def test_states_say_what_was_taken_out_of_their_sequence() -> None:
+    for ablation in ("none", "reasoning_dropped", "reasoning_empty"):
+        assert extract.record_of(sequence(0) | {"ablation": ablation}).ablation == ablation
+
+
 def test_no_sequences_are_an_error(server: StatesServer) -> None:
     shutil.rmtree("data/sequences")
     with pytest.raises(DataError, match="holds no sequences; `dvc repro` makes them"):

@@ -22,6 +22,7 @@ REPORTS = {
         "rows_in": 400,
         "train": 330,
         "held_out": 62,
+        "ablated": 0,
         "rejected": {"empty_reasoning": 8, "usage": 0},
         "reasoning_tokens": {"mean": 61.5, "p50": 58.0, "p95": 120.0, "max": 300},
     },
@@ -71,6 +72,15 @@ def test_each_stage_shows_what_came_in_what_is_left_and_why(capsys):
     lost = "12 truncated_in_reasoning, 8 empty_reasoning"
     assert ["generate", "400", "380 ok", lost] in rows
     assert ["reassemble", "400", "330 to train on, 62 held out", "8 empty_reasoning"] in rows
+
+
+@pytest.mark.usefixtures("reports")
+def test_an_ablation_is_named(capsys):
+    ablated = REPORTS["reassemble"] | {"ablated": 392}
+    Path("reports/reassemble.json").write_text(json.dumps(ablated))
+    summary.main()
+    kept = "330 to train on, 62 held out, 392 of them ablated"
+    assert ["reassemble", "400", kept, "8 empty_reasoning"] in cells(capsys)
 
 
 @pytest.mark.usefixtures("reports")

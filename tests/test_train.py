@@ -1,5 +1,6 @@
 """Training for real, on a verifier of 3 layers with random weights and its true hidden states."""
 
+import hashlib
 import json
 import logging
 import shutil
@@ -141,6 +142,37 @@ def test_training_makes_a_checkpoint_that_loads(project: Path, verifier: Qwen3Fo
     assert report["rejected"] == {"no_states": 0}
     assert 1 <= report["acceptance_length"]["overall"] <= 3
     assert set(report["by_num_draft_tokens"]) == {"1", "2", "3"}
+
+
+def test_the_checkpoint_says_what_it_was_trained_on(
+    project: Path, verifier: Qwen3ForCausalLM
+) -> None:
+    def provenance() -> Any:
+        train.main()
+        return json.loads(Path("models/draft/provenance.json").read_text())
+
+    found = provenance()
+    d2t = Path("data/sequences/d2t.npy").read_bytes()
+    assert found["vocabulary_sha256"] == hashlib.sha256(d2t).hexdigest()
+    assert (found["ablation"], found["rebuilt_sequences"]) == (["none"], 0)
+    changes = {"ablation": "reasoning_dropped", "rebuilt": True}
+    write_sequences(project, [sequence(i) | changes for i in range(8)])
+    write_states(project, verifier)
+    found = provenance()
+    assert (found["ablation"], found["rebuilt_sequences"]) == (["reasoning_dropped"], 6)
+
+
+def test_acceptance_is_that_of_all_generated_tokens_whatever_is_learnt(
+    project: Path, verifier: Qwen3ForCausalLM
+) -> None:
+    train.main()
+    found = []
+    for mask in ([0] * 4 + [1] * 6, [0] * 9 + [1]):
+        write_sequences(project, [sequence(i) | {"loss_mask": mask} for i in range(8)])
+        write_states(project, verifier)
+        evaluate()
+        found.append(Path("data/acceptance/runs.parquet").read_bytes())
+    assert found[0] == found[1]
 
 
 def test_rows_without_states_are_counted(project: Path, verifier: Qwen3ForCausalLM) -> None:

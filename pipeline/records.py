@@ -40,14 +40,6 @@ class Rejected(Exception):
         self.reason = reason
 
 
-class Rejected(Exception):
-    """A row that goes no further; `reason`, of one of the closed lists here, says why."""
-
-    def __init__(self, reason: StrEnum) -> None:
-        super().__init__(reason.value)
-        self.reason = reason
-
-
 class PromptRejection(StrEnum):
     """Why a raw row is no question. `prompts` counts each."""
 

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -508,8 +509,9 @@ def test_a_layer_that_is_not_there_is_an_error(server: StatesServer) -> None:
 
 
 def test_states_say_what_was_taken_out_of_their_sequence() -> None:
+    row = sequence(0) | {"input_ids": np.arange(10)}
     for ablation in ("none", "reasoning_dropped", "reasoning_empty"):
-        assert extract.record_of(sequence(0) | {"ablation": ablation}).ablation == ablation
+        assert extract.record_of(row | {"ablation": ablation}).ablation == ablation
 
 
 def test_no_sequences_are_an_error(server: StatesServer) -> None:

@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -95,10 +94,13 @@ def main() -> None:
         answers.write(size.rows)
         runs = [reassemble(project) for _ in range(size.rounds)]
         answers.write(size.rows // 10)
-        few = [reassemble(project) for _ in range(size.rounds)]
+        runs_of_few = [reassemble(project) for _ in range(size.rounds)]
         answers.write(size.compared_rows)
         rounds = beside_speculators(project, size.rounds)
-    growth = [(all_.most_bytes - tenth.most_bytes) / 1e6 for all_, tenth in zip(runs, few)]
+    growth = [
+        (many.most_bytes - few.most_bytes) / 1e6
+        for many, few in zip(runs, runs_of_few, strict=True)
+    ]
     whole = [theirs.whole_s / ours.whole_s for ours, theirs in rounds]
     work = [theirs.work_s / ours.work_s for ours, theirs in rounds]
     results = {
@@ -123,7 +125,7 @@ def beside_speculators(project: Project, num_rounds: int) -> list[tuple[Run, Run
         SystemExit: the two did not make the same sequences.
     """
     rounds = []
-    with serve(project.params.verifier, "perf") as endpoint:
+    with serve(project.params.verifier, "perf", ["--enable-scale-out"]) as endpoint:
         render_endpoint = endpoint.base_url.removesuffix("/v1")
         prepare_data(project, render_endpoint)  # the server's first requests are slower
         for number in range(num_rounds):

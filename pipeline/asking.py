@@ -265,7 +265,7 @@ class Asking:
         self, answer: Answer, question: Question, journal: BinaryIO
     ) -> tuple[Trace, Verdict]:
         trace = trace_of(answer, question, self.params, self.verifier)
-        verdict = verdict_of(trace, self.verifier, self.params.generate)
+        verdict = verdict_of(trace, self.verifier, self.params)
         keep(answer.key, Stored.of(trace, verdict, append(journal, trace)), self.stored)
         self.new[answer.key] = verdict
         return trace, verdict

@@ -17,7 +17,7 @@ from pipeline.errors import PipelineError
 from pipeline.exchange import Question, request_body, trace_of
 from pipeline.gate import Evidence
 from pipeline.params import PARAMS_PATH, Generate, Params, line_of
-from pipeline.reasoning import Cause, num_reasoning_tokens
+from pipeline.reasoning import Cause, has_thought
 from pipeline.records import Message, Trace
 from pipeline.server import Endpoint
 from pipeline.verifier import VerifierIdentity
@@ -82,7 +82,9 @@ def in_words(
         case Cause.NO_TOKEN_IDS:
             return (
                 "the server returns no token ids, so nothing exact could be made of its answers: "
-                f"it must be a vLLM that knows return_token_ids; {line('generate.endpoints')}"
+                f"ask a vLLM that knows return_token_ids ({line('generate.endpoints')}), or have "
+                f"the answers rebuilt from text: set {at('reassemble.source')} to text or "
+                "ids_else_text"
             )
         case Cause.NO_PARSER:
             return (
@@ -209,8 +211,7 @@ def thinks_with(
     return [
         name
         for name in bodies
-        if num_reasoning_tokens(traces[name], verifier)
-        and traces[name]["status"] != "empty_reasoning"
+        if has_thought(traces[name], verifier) and traces[name]["status"] != "empty_reasoning"
     ]
 
 

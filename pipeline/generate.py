@@ -1,6 +1,7 @@
 """Stage 3, generate: ask the verifier each question and keep what it wrote, reasoning included.
 
-Reads    data/prompts/prompts.jsonl, data/verifier.json; params `generate.*`, `verifier.*`
+Reads    data/prompts/prompts.jsonl, data/verifier.json; params `generate.*`, `verifier.*`,
+         `reassemble.source`
 Writes   data/traces/part-*.jsonl (records.Trace, in the order of the prompts, 1,000 prompts a part;
          `persist: true`), data/traces/probe.json, reports/generate.json
 Run      python -m pipeline.generate
@@ -61,7 +62,7 @@ def main() -> None:
     verifier = load_verifier()
     prompts = [Prompt(**row) for row in read_jsonl(PROMPTS_PATH)]  # type: ignore[typeddict-item]
     with one_writer(TRACES):
-        stored = load_stored(lambda trace: verdict_of(trace, verifier, params.generate))
+        stored = load_stored(lambda trace: verdict_of(trace, verifier, params))
         asking = Asking(params, verifier, prompts, stored)
         wanted = asking.wanted()
         todo = asking.todo(wanted)

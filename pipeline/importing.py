@@ -18,12 +18,13 @@ from typing import Any
 
 import orjson
 
+from pipeline import diagnosis
 from pipeline.client import Answer
 from pipeline.errors import DataError
 from pipeline.exchange import REASONING_FIELDS, Question, trace_key, trace_of
 from pipeline.params import Generate, Params, load_params
 from pipeline.progress import progress_bar
-from pipeline.reasoning import verdict_of
+from pipeline.reasoning import has_ids, verdict_of
 from pipeline.records import (
     NO_ANSWER,
     TRACES,
@@ -73,7 +74,7 @@ def import_file(path: Path) -> None:
     num_without_ids = 0
     rejected: list[dict[str, Any]] = []
     with one_writer(TRACES):
-        stored = load_stored(lambda trace: verdict_of(trace, verifier, params.generate))
+        stored = load_stored(lambda trace: verdict_of(trace, verifier, params))
         num_bytes = path.stat().st_size
         with (
             file,
@@ -88,11 +89,11 @@ def import_file(path: Path) -> None:
                     there = stored.get(trace["key"])
                     if there and there.verdict.status not in NO_ANSWER:
                         raise Rejected(ImportRejection.ALREADY_THERE)
-                    verdict = verdict_of(trace, verifier, params.generate)
+                    verdict = verdict_of(trace, verifier, params)
                     place = append(journal, trace)
                     keep(trace["key"], Stored.of(trace, verdict, place), stored)
                     statuses[trace["status"]] += 1
-                    num_without_ids += not trace["token_ids"]
+                    num_without_ids += not has_ids(trace)
                 except Rejected as rejection:
                     rejected.append({"row": number, "reason": rejection.reason.value})
                 bar.advance(len(line), f"{len(rejected)} rejected")
@@ -104,7 +105,11 @@ def import_file(path: Path) -> None:
         f"rejected ({in_words(reasons)}); `make repro` puts them to use"
     )
     if num_without_ids:
-        print(f"{num_without_ids} have no token ids: they do not train, nor are they asked again")
+        way = "are rebuilt from their text"
+        if params.reassemble.source == "ids":
+            key = diagnosis.line("reassemble.source", params)
+            way = f"train once {key} is ids_else_text (or text)"
+        print(f"{num_without_ids} have no token ids: they {way}, and are not asked again")
 
 
 def imported(line: bytes, params: Params, verifier: VerifierIdentity) -> Trace:
@@ -160,7 +165,7 @@ def imported(line: bytes, params: Params, verifier: VerifierIdentity) -> Trace:
     trace = trace_of(answer, Question.first(prompt), as_made, verifier)
     if "error" in trace:
         raise Rejected(ImportRejection.BAD_SHAPE)
-    if not (trace["token_ids"] or _has_text(trace)):
+    if not (has_ids(trace) or _has_text(trace)):
         raise Rejected(ImportRejection.NO_TEXT)
     if trace["status"] not in USABLE:
         raise Rejected(Status(trace["status"]))

@@ -21,7 +21,7 @@ from pipeline.diagnosis import SWITCHES, answers_to, in_words, line, shown
 from pipeline.errors import BadRun
 from pipeline.exchange import REASONING_FIELDS, Question, request_body, trace_of
 from pipeline.params import Params
-from pipeline.reasoning import SOFT_SWITCH, Cause, is_prefilled, verdict_of
+from pipeline.reasoning import SOFT_SWITCH, Cause, has_ids, is_prefilled, verdict_of
 from pipeline.records import Status, Trace
 from pipeline.server import Endpoint, authorization
 from pipeline.traces import Stored
@@ -57,6 +57,7 @@ class Findings:
             f"vLLM {self.server_version} serves {self.model}, {self.max_model_len} tokens of "
             "context": True,
             "token ids come back": self.returns_token_ids,
+            "no token ids come back, only text": not self.returns_token_ids,
             f"reasoning comes in `{self.reasoning_field}`": self.reasoning_field,
             f"the think-start is in the {self.think_start_in}": self.think_start_in,
             "the thinking switch takes effect": self.switch_takes_effect,
@@ -128,7 +129,7 @@ def _probe(
         server_version=endpoint.version,
         model=endpoint.model,
         max_model_len=endpoint.max_model_len,
-        returns_token_ids=bool(trace["token_ids"]),
+        returns_token_ids=has_ids(trace),
         reasoning_field=_reasoning_field(answer, trace),
         think_start_in=_think_start_in(trace, verifier),
         switch_takes_effect=_differs(trace, answers.get("switched")),
@@ -156,7 +157,7 @@ def _problem(
     params: Params,
     verifier: VerifierIdentity,
 ) -> str | None:
-    cause = verdict_of(trace, verifier, params.generate).cause
+    cause = verdict_of(trace, verifier, params).cause
     if cause and cause not in LEFT_TO_THE_GATE:
         words = in_words(cause, [trace], endpoint, question, params, verifier)
         return f"{words}\n  {shown(trace)}"

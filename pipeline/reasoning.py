@@ -2,7 +2,8 @@
 
 `judge` rests on token ids. Text can lie in both directions: a server without a reasoning parser
 gives thinking answers with `"reasoning": null`, and marker text spelt in ordinary tokens splits the
-text where no marker was generated. Text decides only where a trace has no ids (an import).
+text where no marker was generated. Text decides only where a trace has no ids: an import, or the
+answer of a server that returns none, which `reassemble.source` must allow.
 
 `cause_of` says why an answer speaks against the whole run; pipeline.gate counts these.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pipeline.params import Generate
+from pipeline.params import Params
 from pipeline.records import Status, Trace
 from pipeline.verifier import VerifierIdentity
 
@@ -37,7 +38,7 @@ class Cause(StrEnum):
     CUT = "cut"  # max_tokens came before the think-end
     UNCLOSED = "unclosed"  # it stopped by itself before the think-end
     NO_ANSWER = "no_answer"  # nothing after the think-end
-    NO_TOKEN_IDS = "no_token_ids"  # the server left out what it was asked for
+    NO_TOKEN_IDS = "no_token_ids"  # left out, and reassemble.source: ids needs them
     NO_PARSER = "no_parser"  # reasoning and its end tag lie in `content`
     WRONG_PARSER = "wrong_parser"  # all of it lies in `reasoning`
     FIELD_RENAMED = "field_renamed"  # reasoning lies in a field of another name
@@ -69,11 +70,11 @@ class Verdict(NamedTuple):
     reasoning_tokens: int
 
 
-def verdict_of(trace: Trace, verifier: VerifierIdentity, params: Generate) -> Verdict:
+def verdict_of(trace: Trace, verifier: VerifierIdentity, params: Params) -> Verdict:
     """Judge an answer under the present params; one that never came keeps its status."""
     status = Status(trace["status"])
     if trace["token_ids"] or trace["finish_reason"] is not None:  # the server did answer
-        status = judge(trace, verifier, thinking=params.thinking)
+        status = judge(trace, verifier, thinking=params.generate.thinking)
     usage = trace["usage"]
     return Verdict(
         status,
@@ -82,6 +83,11 @@ def verdict_of(trace: Trace, verifier: VerifierIdentity, params: Generate) -> Ve
         len(trace["token_ids"]) or usage.get("completion_tokens", 0),
         num_reasoning_tokens(trace, verifier),
     )
+
+
+def has_ids(trace: Trace) -> bool:
+    """Those of the prompt too: without them nobody knows whether it opened the think block."""
+    return bool(trace["prompt_token_ids"] and trace["token_ids"])
 
 
 def spans_of(
@@ -130,7 +136,7 @@ def judge(trace: Trace, verifier: VerifierIdentity, *, thinking: bool) -> Status
         return Status.TOOL_CALL
     if finish not in ("stop", "length"):
         return Status.ABORTED
-    if not trace["token_ids"]:
+    if not has_ids(trace):
         return _judge_text(trace, thinking=thinking)
     ids = trace["token_ids"]
     spans = spans_of(trace["prompt_token_ids"], ids, verifier)
@@ -199,10 +205,16 @@ def loop_period(tokens: Sequence[Any]) -> int:
 
 def num_reasoning_tokens(trace: Trace, verifier: VerifierIdentity) -> int:
     """By ids; of a trace without ids, what the server billed as reasoning."""
-    if not trace["token_ids"]:
+    if not has_ids(trace):
         return trace["usage"].get("reasoning_tokens", 0)
     reasoning = spans_of(trace["prompt_token_ids"], trace["token_ids"], verifier).reasoning
     return reasoning[1] - reasoning[0] if reasoning else 0
+
+
+def has_thought(trace: Trace, verifier: VerifierIdentity) -> bool:
+    """By ids; of a trace without ids, by the bill or the text."""
+    shows = not has_ids(trace) and _text(trace, "reasoning")
+    return bool(shows or num_reasoning_tokens(trace, verifier))
 
 
 def split_content(trace: Trace, verifier: VerifierIdentity) -> tuple[str, str] | None:
@@ -221,29 +233,30 @@ def split_content(trace: Trace, verifier: VerifierIdentity) -> tuple[str, str] |
 
 
 def cause_of(
-    trace: Trace, status: Status, verifier: VerifierIdentity, params: Generate
+    trace: Trace, status: Status, verifier: VerifierIdentity, params: Params
 ) -> Cause | None:
     """Why this answer speaks against the run; None if it does not."""
     if status in NOT_JUDGED:
         return None
-    has_ids = trace["token_ids"] and trace["prompt_token_ids"]
-    by_text = not has_ids and not trace.get("imported")
-    if by_text and status not in (Status.ABORTED, Status.TOOL_CALL):
-        return _fault_of_text(trace) or Cause.NO_TOKEN_IDS
-    prompt_ids = trace["prompt_token_ids"]
+    generate, is_imported = params.generate, trace.get("imported", False)
+    by_text = not has_ids(trace) and not is_imported
+    fault = _fault_of_text(trace) if by_text else None
+    needs_ids = params.reassemble.source == "ids"
+    if by_text and needs_ids and status not in (Status.ABORTED, Status.TOOL_CALL):
+        return fault or Cause.NO_TOKEN_IDS
     match status:
         case Status.EMPTY_REASONING:
-            off = is_closed_by_prompt(prompt_ids, verifier)
-            return Cause.THINKING_OFF if off else Cause.NOT_THINKING
+            off = is_closed_by_prompt(trace["prompt_token_ids"], verifier)
+            return fault or (Cause.THINKING_OFF if off else Cause.NOT_THINKING)
         case Status.PARSER_CONFLICT:
-            thought = num_reasoning_tokens(trace, verifier) or (
-                not trace["token_ids"] and _text(trace, "reasoning")
-            )
-            return Cause.THINKS_ANYWAY if thought and not params.thinking else Cause.CONFLICT
+            if has_thought(trace, verifier) and not generate.thinking:
+                return Cause.THINKS_ANYWAY
+            return fault or Cause.CONFLICT
         case Status.OK | Status.TRUNCATED_IN_ANSWER:
-            if not params.thinking or trace.get("imported"):
+            if not generate.thinking or is_imported:
                 return None
-            if num_reasoning_tokens(trace, verifier) < params.gate.min_reasoning_tokens:
+            # By ids there is at least one; 0 means that the server does not count them.
+            if 0 < num_reasoning_tokens(trace, verifier) < generate.gate.min_reasoning_tokens:
                 return Cause.SHORT
             return _fault_of_text(trace)
     return {
@@ -270,7 +283,7 @@ def _fault_of_text(trace: Trace) -> Cause | None:
     if trace["usage"].get("reasoning_tokens") or not content:
         return Cause.REASONING_HIDDEN
     # Neither split nor billed as reasoning: the tags were dropped from the text as special tokens.
-    return Cause.NO_PARSER if trace["token_ids"] else None
+    return Cause.NO_PARSER if has_ids(trace) else None
 
 
 def _text(trace: Trace, field: str) -> str:

@@ -24,6 +24,7 @@ from pipeline.resume import TEMP_SUFFIX, file_sha256
 
 ROWS_A_BATCH = 256
 DATA_FILE = "data-00000-of-00001.arrow"  # the name that `datasets` gives a single file
+READ_BY_SPECULATORS = ["input_ids", "loss_mask", "seq_len"]
 # speculators compares input_ids with a server's int64.
 LISTS = {"input_ids": "int64", "loss_mask": "int8"}
 TEXTS = frozenset({"sample_id", "key", "source", "status", "cut_in", "ablation"})
@@ -91,7 +92,10 @@ class SequenceWriter:
         """
         whole = self._temp / "whole"
         first = InMemoryTable(self._first or FEATURES.arrow_schema.empty_table())
-        Dataset(first, fingerprint=file_sha256(self._rows)[:16]).save_to_disk(str(whole))
+        like = Dataset(first, fingerprint=file_sha256(self._rows)[:16])
+        # speculators' loader wants tensors of its columns, and sets no format itself.
+        like.set_format("torch", columns=READ_BY_SPECULATORS, output_all_columns=True)
+        like.save_to_disk(str(whole))
         if self._first:
             assert (whole / DATA_FILE).is_file()
             self._rows.replace(whole / DATA_FILE)
@@ -108,8 +112,8 @@ def _column(name: str, values: list[Any]) -> pa.Array:
 
 
 def load_split(folder: Path) -> Dataset:
-    """One split, memory-mapped. Raises DataError when there is none."""
+    """One split, memory-mapped, its values as plain Python. Raises DataError when there is none."""
     try:
-        return Dataset.load_from_disk(str(folder))
+        return Dataset.load_from_disk(str(folder)).with_format(None)
     except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{folder} holds no sequences; `dvc repro` makes them") from error

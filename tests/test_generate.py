@@ -22,7 +22,7 @@ from pipeline.errors import (
     UserError,
     VerifierError,
 )
-from pipeline.params import load_params
+from pipeline.params import line_of, load_params
 from pipeline.reasoning import Verdict
 from pipeline.records import Status
 from pipeline.traces import Place, Stored
@@ -33,6 +33,7 @@ from tests.fake_server import (
     THINK_END,
     Act,
     FakeServer,
+    drop_token_ids,
     edited,
     fail,
     ids,
@@ -456,6 +457,8 @@ def test_a_second_run_asks_nothing_starts_nothing_and_writes_the_same_bytes(
         ("generate.endpoints", ["http://127.0.0.1:9/v1"]),
         ("generate.max_failed_fraction", 0.5),
         ("verifier.server_args", []),
+        ("reassemble.source", "text"),
+        ("reassemble.source", "ids_else_text"),
     ],
 )
 def test_a_change_that_cannot_change_answers_asks_nothing(project, server, key, value):
@@ -1035,6 +1038,124 @@ def test_the_status_file_can_be_read_while_the_run_goes_on(project, server, even
     assert facts["state"] == "asking"
     assert facts["total"] == 6
     assert 1 <= facts["done"] <= 4
+
+
+# answers without token ids (reassemble.source)
+
+BY_TEXT = pytest.mark.parametrize("source", ["text", "ids_else_text"])
+
+
+@pytest.fixture
+def without_ids(server):
+    """A server that returns none, from its probe on."""
+    server.spares_probes = False
+    server.always(edited(drop_token_ids))
+    return server
+
+
+@BY_TEXT
+def test_answers_without_ids_are_good_where_text_does(project, without_ids, source):
+    project.set(**{"reassemble.source": source})
+    generate.main()
+    rows = project.rows()
+    assert statuses(project) == dict.fromkeys(QUESTIONS, "ok")
+    assert [row["prompt_token_ids"] + row["token_ids"] for row in rows] == [[]] * 6
+    assert (rows[0]["reasoning"], rows[0]["content"]) == ("\nI recall Q1\n", "\n\nIt is 1Q")
+    # as billed, which reasoning was not
+    report = project.report("generate")
+    assert report["generated_tokens"] == 6 * len(written("Q1"))
+    assert report["prompt_tokens"] == 6 * len(prompt_ids([ASKED_BY]))
+    assert report["reasoning_tokens"] == 0
+    before = project.bytes("data/traces/*", "reports/*")
+    asked(without_ids)
+    generate.main()
+    assert asked(without_ids) == []
+    assert project.bytes("data/traces/*", "reports/*") == before
+
+
+@BY_TEXT
+def test_an_answer_has_the_same_key_with_ids_and_without(project, server, source):
+    generate.main()
+    keys = [row["key"] for row in project.rows()]
+    for path in Path("data/traces").iterdir():
+        path.unlink()
+    project.set(**{"reassemble.source": source})
+    server.always(edited(drop_token_ids))
+    generate.main()
+    assert [row["key"] for row in project.rows()] == keys
+
+
+@BY_TEXT
+@pytest.mark.parametrize("spares_probes", [True, False])
+def test_neither_ids_nor_reasoning_stops_the_run(project, server, source, spares_probes):
+    project.set(**{"reassemble.source": source})
+    server.spares_probes = spares_probes
+
+    def drop_both(answer: dict) -> None:
+        drop_token_ids(answer)
+        message_of(answer)["reasoning"] = None
+
+    server.always(edited(drop_both))
+    with pytest.raises(GateFailed if spares_probes else BadRun, match="the verifier did not think"):
+        generate.main()
+    assert len(server.asked) == (4 if spares_probes else 0)
+    assert project.rows() == []
+
+
+@pytest.mark.parametrize("spares_probes", [True, False])
+def test_where_ids_are_needed_a_run_without_stops_and_names_the_way_out(
+    project, server, spares_probes
+):
+    server.spares_probes = spares_probes
+    server.always(edited(drop_token_ids))
+    with pytest.raises(GateFailed if spares_probes else BadRun) as error:
+        generate.main()
+    assert f"{place_of_source()}: ids to text or ids_else_text" in str(error.value)
+    assert len(server.asked) == (4 if spares_probes else 0)
+    assert project.rows() == []
+
+
+def place_of_source() -> str:
+    return f"params.yaml:{line_of('reassemble.source')} reassemble.source"
+
+
+@BY_TEXT
+def test_back_to_ids_answers_without_stop_the_run_and_are_not_lost(
+    project, without_ids, monkeypatch, source
+):
+    project.set(**{"reassemble.source": source})
+    generate.main()
+    before = project.bytes("data/traces/*")
+    without_ids.stop()
+    monkeypatch.delenv(ENDPOINTS)
+    project.set(**{"reassemble.source": "ids"})
+    with pytest.raises(GateFailed, match="6 of 6 answers .* no token ids") as error:
+        generate.main()
+    assert f"{place_of_source()}: ids to text or ids_else_text" in str(error.value)
+    assert r'"content": "\n\nIt is ' in str(error.value)
+    assert project.bytes("data/traces/*") == before
+    project.set(**{"reassemble.source": source})
+    generate.main()
+    assert project.bytes("data/traces/*") == before
+
+
+def test_back_to_ids_new_answers_with_ids_do_not_make_up_for_old_ones_without(project, server):
+    project.ask(*QUESTIONS[:3])
+    project.set(**{"reassemble.source": "text"})
+    server.always(edited(drop_token_ids))
+    generate.main()
+    server.behave()
+    asked(server)
+    project.ask(*QUESTIONS)
+    project.set(**{"reassemble.source": "ids"})
+    with pytest.raises(GateFailed, match="3 of 6 answers .* no token ids"):
+        generate.main()
+    assert asked(server) == QUESTIONS[3:]
+    project.set(**{"reassemble.source": "ids_else_text"})
+    generate.main()
+    assert asked(server) == []
+    assert [bool(row["token_ids"]) for row in project.rows()] == [False] * 3 + [True] * 3
+    assert set(statuses(project).values()) == {"ok"}
 
 
 # the gate

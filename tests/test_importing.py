@@ -13,6 +13,7 @@ import pytest
 from pipeline import generate
 from pipeline.errors import DataError
 from pipeline.importing import USABLE, ImportRejection, import_file
+from pipeline.params import line_of
 from pipeline.records import Status
 from tests.conftest import ROOT
 from tests.fake_server import END, THINK, THINK_END, ids, prompt_ids
@@ -305,6 +306,8 @@ REJECTIONS = {
         good(reasoning="", content=" \n"),
         inside(),
         good(reasoning=None, content=None, finish_reason="abort"),
+        # ids that say nothing without those of the prompt
+        good(reasoning=None, content=None, token_ids=CLOSED),
     ],
     # what is of no use says what it is
     "empty_reasoning": [
@@ -406,7 +409,11 @@ def test_the_counts_add_up(project, capsys):
         *(b"{", b"{", good(model="x"), good("Q1")),
     )
     said, ids = capsys.readouterr().out.splitlines()
-    assert ids == "3 have no token ids: they do not train, nor are they asked again"
+    key = f"params.yaml:{line_of('reassemble.source')} reassemble.source: ids"
+    assert ids == (
+        f"3 have no token ids: they train once {key} is ids_else_text (or text), and are not "
+        "asked again"
+    )
     assert said == (
         "8 rows: 3 taken in (2 ok, 1 truncated_in_answer), 5 rejected (1 empty_reasoning, "
         "2 not_json, 1 other_model, 1 already_there); `make repro` puts them to use"
@@ -419,6 +426,23 @@ def test_the_counts_add_up(project, capsys):
         {"row": 8, "reason": "already_there"},
     ]
     assert len(journal(project)) == 3
+
+
+@pytest.mark.parametrize("source", ["text", "ids_else_text"])
+def test_rows_without_ids_are_rebuilt_where_text_does(project, capsys, source):
+    project.set(**{"reassemble.source": source})
+    take_in(good("Q1"), good("Q2", prompt_token_ids=prompt_ids(user("Q2")), token_ids=CLOSED))
+    *_, said = capsys.readouterr().out.splitlines()
+    assert said == (
+        "1 have no token ids: they are rebuilt from their text, and are not asked again"
+    )
+
+
+def test_ids_without_those_of_the_prompt_count_as_none(project, capsys):
+    """The template may have opened the think block, which only the prompt's ids would show."""
+    take_in(good("Q1", token_ids=CLOSED[1:]), good("Q2", token_ids=CLOSED))
+    assert [row["status"] for row in journal(project)] == ["ok", "ok"]
+    assert "2 have no token ids" in capsys.readouterr().out
 
 
 def test_blank_lines_are_no_rows_and_keep_the_numbers_of_the_lines(project, capsys):
@@ -489,7 +513,9 @@ def test_the_command_line_takes_a_file(project, file, code, said):
 # what becomes of it
 
 
-def test_imported_answers_alone_are_a_run_without_a_server(project):
+@pytest.mark.parametrize("source", ["ids", "text", "ids_else_text"])
+def test_imported_answers_alone_are_a_run_without_a_server(project, source):
+    project.set(**{"reassemble.source": source})
     take_in(*(good(question, content=f"{question}!") for question in QUESTIONS[::-1]))
     generate.main()
     rows = project.rows()

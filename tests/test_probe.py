@@ -280,6 +280,136 @@ def test_what_one_answer_cannot_decide_is_left_to_the_gate(look, server, writing
     assert look(server)["returns_token_ids"]
 
 
+# a server that returns no ids, where text is to do
+
+TEXT_ALONE = AS_VLLM | {
+    "returns_token_ids": False,
+    **dict.fromkeys(("think_start_in", "switch_takes_effect", "think_tokens_in_text")),
+}
+BY_TEXT = pytest.mark.parametrize("source", ["text", "ids_else_text"])
+
+
+def no_change(answer: Answer) -> None:
+    pass
+
+
+def rename(answer: Answer) -> None:
+    message_of(answer)["thoughts"] = message_of(answer).pop("reasoning")
+
+
+def without_ids(change: Callable[[Answer], object] = no_change) -> Act:
+    """`change`, and then the ids are dropped."""
+
+    def both(answer: Answer) -> None:
+        change(answer)
+        drop_token_ids(answer)
+
+    return edited(both)
+
+
+@BY_TEXT
+def test_a_server_without_token_ids_will_do_where_text_does(look, project, server, source):
+    project.set(**{"reassemble.source": source})
+    server.always(without_ids())
+    assert look(server) == TEXT_ALONE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda answer: answer.pop("prompt_token_ids"),
+        lambda answer: (prefill(answer), answer.pop("prompt_token_ids")),
+        lambda answer: answer["choices"][0].pop("token_ids"),
+    ],
+    ids=["no_prompt_ids", "no_prompt_ids_prefilled", "no_ids"],
+)
+def test_one_half_of_the_ids_is_none(look, project, server, change):
+    project.set(**{"reassemble.source": "text"})
+    server.always(edited(change))
+    found = look(server)
+    assert not found["returns_token_ids"]
+    assert found["reasoning_field"] == "reasoning"
+
+
+def test_a_server_with_token_ids_is_seen_as_ever_where_text_would_do(look, project, server):
+    project.set(**{"reassemble.source": "text"})
+    assert look(server) == AS_VLLM
+
+
+@BY_TEXT
+@pytest.mark.parametrize("thinking", [True, False])
+def test_that_no_token_ids_come_back_is_said_and_stored(project, server, capsys, source, thinking):
+    project.set(**{"reassemble.source": source, "generate.thinking": thinking})
+    server.always(without_ids())
+    generate.main()
+    field = "reasoning comes in `reasoning`, " if thinking else ""
+    assert (
+        "probe: vLLM 0.32.0 serves models/verifier, 1024 tokens of context, no token ids come "
+        f"back, only text, {field}sampling values arrive\n"
+    ) in capsys.readouterr().out
+    nothing = {} if thinking else {"reasoning_field": None}
+    assert json.loads(PROBE_FILE.read_bytes()) == [TEXT_ALONE | nothing]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_a_text_that_max_tokens_cuts_is_no_fault(look, project, server, max_tokens):
+    project.set(**{"reassemble.source": "text", "generate.max_tokens": max_tokens})
+    server.always(without_ids())
+    nothing = {"reasoning_field": None} if max_tokens == 1 else {}
+    assert look(server) == TEXT_ALONE | nothing
+
+
+@BY_TEXT
+@pytest.mark.parametrize(
+    ("change", "said", "key"),
+    [
+        (rename, "does not know (thoughts)", "generate.endpoints"),
+        (one_text(), "without a reasoning parser", "verifier.reasoning_parser"),
+        (one_text(opened=False), "without a reasoning parser", "verifier.reasoning_parser"),
+        # nothing tells it from an answer without reasoning
+        (one_text(tags=False), "the verifier did not think", "think.start"),
+        (all_in_reasoning, "`content` is empty", "verifier.reasoning_parser"),
+        (exclude_reasoning, "include_reasoning", "generate.endpoints"),
+        (strip_reasoning, "generated and billed but left out", "generate.endpoints"),
+        (lambda a: message_of(a).pop("reasoning"), "the verifier did not think", "think.start"),
+        (lambda a: message_of(a).update(reasoning="\n"), "did not think", "think.start"),
+        (lambda a: message_of(a).update(reasoning=None, content=None), "left out of the answer",
+         "generate.endpoints"),
+        (lambda a: a["choices"][0].update(finish_reason="abort"), "finish_reason 'abort'", None),
+    ],
+    ids=[
+        *("unknown_field", "no_parser", "closing_tag_only", "no_tags", "wrong_parser"),
+        *("not_included", "stripped", "no_reasoning", "blank", "nothing", "aborted"),
+    ],
+)  # fmt: skip
+def test_text_that_is_not_right_stops_the_run_all_the_same(
+    project, server, source, change, said, key
+):
+    project.set(**{"reassemble.source": source})
+    server.always(without_ids(change))
+    words = stopped(server)
+    assert said in words
+    assert key is None or place(key) in words
+
+
+def test_the_right_switch_is_found_by_text_too(project, monkeypatch):
+    project.set(**{"reassemble.source": "text", "generate.thinking_switch": None})
+    with FakeServer(thinks_by_default=False) as server:
+        server.always(without_ids())
+        monkeypatch.setenv(ENDPOINTS, server.base_url)
+        words = stopped(server)
+    assert f"it does with enable_thinking: change {place('generate.thinking_switch')}" in words
+
+
+def test_by_text_too_a_verifier_that_thinks_although_it_shall_not_is_told(project, monkeypatch):
+    project.set(**{"generate.thinking": False, "generate.thinking_switch": None})
+    project.set(**{"reassemble.source": "text"})
+    with FakeServer() as server:
+        server.always(without_ids())
+        monkeypatch.setenv(ENDPOINTS, server.base_url)
+        assert "thinks although generate.thinking is false" in stopped(server)
+
+
 # how it is told
 
 
@@ -385,6 +515,7 @@ def test_a_server_without_token_ids_is_said_clearly(project, server, change):
     words = stopped(server)
     assert "return_token_ids" in words
     assert place("generate.endpoints") in words
+    assert f"{place('reassemble.source')}: ids to text or ids_else_text" in words
     assert '{"reasoning": ' in words
 
 

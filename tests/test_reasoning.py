@@ -432,6 +432,15 @@ def test_an_answer_with_prompt_ids_alone_is_judged_by_its_text(verifier, trace_o
     assert judged(trace, verifier) == "ok"
 
 
+@pytest.mark.parametrize("token_ids", [turn("R", "A"), turn("R", "A")[1:]])
+def test_an_answer_without_prompt_ids_is_judged_by_its_text(verifier, trace_of, token_ids):
+    """Nobody knows whether the prompt opened the think block."""
+    trace = by_text(trace_of, "R", "A") | {"token_ids": token_ids}
+    assert judged(trace, verifier) == "ok"
+    assert judged(trace | {"reasoning": None}, verifier) == "empty_reasoning"
+    assert num_reasoning_tokens(trace, verifier) == 0
+
+
 # one text that no parser split
 
 
@@ -491,11 +500,12 @@ def test_other_tags_split_at_theirs(verifier, trace_of):
 
 @pytest.fixture
 def params(project):
-    """`params(thinking=False)`: generate.* with these values."""
+    """`params("text", thinking=False)`: reassemble.source, and generate.* with these values."""
 
-    def load(**values: object):
+    def load(source: str = "ids", **values: object):
         project.set(**{f"generate.{key}": value for key, value in values.items()})
-        return load_params().generate
+        project.set(**{"reassemble.source": source})
+        return load_params()
 
     return load
 
@@ -692,6 +702,122 @@ def test_an_imported_answer_without_reasoning_speaks_against_the_run(
 def test_what_says_nothing_about_thinking_has_no_cause(verifier, params, trace_of, status):
     trace = trace_of("Q", [], None, prompt=[], reasoning=None, content=None)
     assert cause_of(trace, Status(status), verifier, params()) is None
+
+
+# the same where reassemble.source lets text do
+
+BY_TEXT = pytest.mark.parametrize("source", ["text", "ids_else_text"])
+
+
+def billed(num_reasoning: int) -> dict:
+    usage = {"prompt_tokens": 4, "completion_tokens": 12, "reasoning_tokens": num_reasoning}
+    return {"usage": usage}
+
+
+@BY_TEXT
+@pytest.mark.parametrize(
+    ("cause", "reasoning", "content", "finish", "changes"),
+    [
+        (None, "R", "A", "stop", {}),
+        (None, "R", "A half", "length", {}),
+        (None, "R", "A", "stop", {"other_fields": ["refusal_text"]}),
+        # only a bill can tell that it is short, and 0 is none: some servers do not count them
+        (None, "R", "A", "stop", billed(3)),
+        (None, "R", "A", "stop", billed(0)),
+        ("short", "R", "A", "stop", billed(2)),
+        ("short", "R", "A half", "length", billed(2)),
+        # one half of the ids is none
+        (None, "R", "A", "stop", {"prompt_token_ids": QUESTION}),
+        (None, "because", "42", "stop", {"token_ids": BECAUSE}),
+        (None, "because", "42", "stop", {"token_ids": BECAUSE[1:]}),
+        ("not_thinking", None, "A", "stop", {}),
+        ("not_thinking", "absent", "A", "stop", {}),
+        ("not_thinking", "\n\n", "A", "stop", {}),
+        ("not_thinking", None, "A", "stop", {"prompt_token_ids": PREFILLED}),
+        ("not_thinking", None, "42", "stop", {"token_ids": [*ids("42"), END]}),
+        ("thinking_off", None, "A", "stop", {"prompt_token_ids": CLOSED}),
+        ("no_parser", "R", "A", "stop", {"unsplit": True}),
+        ("no_parser", "R", "A half", "length", {"unsplit": True}),
+        ("no_parser", "", "A", "stop", {"unsplit": True}),
+        ("no_parser", "R", "", "stop", {"unsplit": True}),
+        ("wrong_parser", "R and A", None, "stop", {}),
+        ("wrong_parser", "R and A", " ", "stop", billed(7)),
+        ("field_renamed", None, "A", "stop", {"other_fields": ["x"]}),
+        ("field_renamed", "absent", "A", "stop", {"other_fields": ["x"]} | billed(7)),
+        ("field_renamed", None, None, "stop", {"other_fields": ["x"]}),
+        ("reasoning_hidden", None, "A", "stop", billed(7)),
+        ("reasoning_hidden", "absent", "A", "stop", billed(7)),
+        ("reasoning_hidden", None, None, "stop", {}),
+        ("cut", "R without end", None, "length", {}),
+        ("cut", None, "R without end", "length", {}),  # A6, the old qwen3 parser
+        ("cut", None, None, "length", {}),  # after one token
+        ("looping", "wait, " * 20, None, "length", {}),
+        ("garbage", "R", "!" * 60, "length", {}),
+        ("aborted", "R half", None, "abort", {}),
+        ("aborted", "R", "A", None, {}),
+        ("tool_call", "R", "A", "tool_calls", {}),
+    ],
+)
+def test_where_text_is_to_do_it_is_judged_as_ids_would_be(
+    verifier, params, trace_of, source, cause, reasoning, content, finish, changes
+):
+    trace = by_text(trace_of, reasoning, content, finish) | changes
+    assert verdict_of(trace, verifier, params(source)).cause == cause
+    # With ids as the source nothing of it would do.
+    expected = cause if cause in FAULTS_OF_TEXT else "no_token_ids"
+    assert verdict_of(trace, verifier, params()).cause == expected
+
+
+FAULTS_OF_TEXT = {
+    *("no_parser", "wrong_parser", "field_renamed", "reasoning_hidden", "aborted", "tool_call"),
+}
+
+
+@BY_TEXT
+@pytest.mark.parametrize(
+    ("cause", "reasoning", "content", "finish"),
+    [
+        (None, None, "A", "stop"),
+        (None, "\n", "A half", "length"),
+        ("no_answer", None, None, "stop"),
+        ("thinks_anyway", "R", "A", "stop"),
+        ("thinks_anyway", "R", None, "length"),
+        ("garbage", None, "!" * 60, "length"),
+        ("aborted", None, "A", "abort"),
+    ],
+)
+def test_where_text_is_to_do_a_run_without_thinking_is_judged_too(
+    verifier, params, trace_of, source, cause, reasoning, content, finish
+):
+    trace = by_text(trace_of, reasoning, content, finish)
+    assert verdict_of(trace, verifier, params(source, thinking=False)).cause == cause
+
+
+@BY_TEXT
+def test_where_there_are_ids_they_decide_whatever_else_would_do(verifier, params, trace_of, source):
+    [mark] = test_each_cause_by_an_answer_that_shows_it.pytestmark
+    shown = [row for row in mark.args[1] if row[2] and "token_ids" not in row[4]]
+    assert len(shown) > 20
+    for cause, prompt, token_ids, finish, changes in shown:
+        trace = trace_of("Q", token_ids, finish, prompt=prompt) | changes
+        assert verdict_of(trace, verifier, params(source)).cause == cause
+
+
+@BY_TEXT
+def test_where_text_is_to_do_imports_are_judged_as_ever(verifier, params, trace_of, source):
+    imported = {"imported": True, "unsplit": True}
+    trace = by_text(trace_of, "R", "A") | imported | billed(1)
+    assert verdict_of(trace, verifier, params(source)) == (Status.OK, None, 4, 12, 1)
+    trace = by_text(trace_of, None, "A") | imported | billed(7)
+    assert verdict_of(trace, verifier, params(source)).cause == "not_thinking"
+
+
+@BY_TEXT
+def test_where_text_is_to_do_a_soft_switch_speaks_against_nobody(
+    verifier, params, trace_of, source
+):
+    trace = by_text(trace_of, None, "hi", question="Say hi /no_think")
+    assert verdict_of(trace, verifier, params(source))[:2] == (Status.THINKING_OFF_BY_USER, None)
 
 
 def test_a_question_that_switches_thinking_off_speaks_against_nobody(verifier, params, trace_of):

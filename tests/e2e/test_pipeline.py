@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
-from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from pipeline.sequences import load_split
 from tests.e2e.conftest import Project, clone_of_the_working_tree
 from tests.test_probe import AS_VLLM
 
@@ -59,7 +59,7 @@ def test_sequences_are_what_the_verifier_wrote(finished: Project) -> None:
     """Decoded with the verifier's own tokenizer, it reads as think block and answer."""
     tokenizer = AutoTokenizer.from_pretrained(finished.root / "models/verifier")
     by_id = {trace["sample_id"]: trace for trace in finished.traces()}
-    rows = load_from_disk(str(finished.root / "data/sequences/train"))
+    rows = load_split(finished.root / "data/sequences/train")
     for row in rows:
         trace = by_id[row["sample_id"]]
         generated = row["input_ids"][-sum(row["loss_mask"]) :]

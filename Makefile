@@ -11,7 +11,7 @@ PYTEST := .venv/bin/python -m pytest
 export DVC_NO_ANALYTICS    := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup repro verifier test test-fast test-full perf lint format
+.PHONY: help setup repro verifier inspect test test-fast test-full perf lint format
 
 help:
 	@awk '/^## / { about = substr($$0, 4); next } \
@@ -36,6 +36,10 @@ repro: setup
 verifier: setup
 	.venv/bin/python -m pipeline.demo_verifier
 	$(VENV) dvc commit -f demo_verifier
+
+## Shows an answer token for token, one at random or ARGS="ID", "--rejected -n 3", "--help"
+inspect: setup
+	@.venv/bin/python -m pipeline.inspect $(ARGS)
 
 ## Checks style and types, then runs the tests, one run of the real pipeline among them
 test: lint

@@ -1,23 +1,23 @@
 """reassemble: tokens a second, memory, and speed beside `speculators prepare-data`.
 
-Made-up traces of 2,000 tokens, prompt included, as `generate` leaves them (`Answers`). Every run is
-a process of its own that takes the time of the work once its imports are done.
+The two take turns on the same made-up answers of 2,000 tokens, prompt included (`Answers`): ours
+gets them with token ids, as `generate` leaves them, speculators as text, with a vLLM to render it.
+Each run is a process of its own that takes the time of its work once the imports are done.
 
     reassemble_tokens_per_s      tokens of all rows over the time of the stage's `main`
     reassemble_memory_growth_mb  most anonymous memory with all rows less that with a tenth of
                                  them, in 10^6 bytes
-    reassemble_vs_speculators    the stage's rate over that of `speculators prepare-data`, given
-                                 the same answers as text and a vLLM to render them; whole
-                                 processes, and `…_without_imports`
+    reassemble_vs_speculators    their time over ours, and that of `…_whole_process`
 
 Run      python -m perf.reassembly                                  # or, for a short trial:
-         python -m perf.reassembly --rows 1000 --rounds 1 --compared-rows 200
+         python -m perf.reassembly --rows 500 --rounds 1
 """
 
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -46,7 +46,6 @@ from pipeline.verifier import VerifierIdentity, load_tokenizer
 COMMAND = "python -m perf.reassembly"
 NUM_ROWS = 10_000
 NUM_ROUNDS = 3
-NUM_COMPARED_ROWS = 1000
 NUM_TOKENS = 2000  # of a row
 NUM_HELD_OUT = 64
 NUM_DIFFERENT = 512  # answers, each of them in many rows
@@ -86,57 +85,53 @@ class Run(NamedTuple):
 
 
 def main() -> None:
-    size, is_full = sizes(
-        COMMAND, rows=NUM_ROWS, rounds=NUM_ROUNDS, compared_rows=NUM_COMPARED_ROWS
-    )
+    size, is_full = sizes(COMMAND, rows=NUM_ROWS, rounds=NUM_ROUNDS)
     with scratch_project(CHANGES) as project:
         answers = Answers(project)
-        answers.write(size.rows)
-        runs = [reassemble(project) for _ in range(size.rounds)]
-        answers.write(size.rows // 10)
-        runs_of_few = [reassemble(project) for _ in range(size.rounds)]
-        answers.write(size.compared_rows)
-        rounds = beside_speculators(project, size.rounds)
-    growth = [
-        (many.most_bytes - few.most_bytes) / 1e6
-        for many, few in zip(runs, runs_of_few, strict=True)
-    ]
-    whole = [theirs.whole_s / ours.whole_s for ours, theirs in rounds]
-    work = [theirs.work_s / ours.work_s for ours, theirs in rounds]
+        with serve(project.params.verifier, "perf", ["--enable-scale-out"]) as endpoint:
+            render_endpoint = endpoint.base_url.removesuffix("/v1")
+            answers.write(size.rows // 10)
+            runs_of_few = [reassemble(project) for _ in range(size.rounds)]
+            prepare_data(project, render_endpoint)  # the server's first requests are slower
+            answers.write(size.rows)
+            rounds = [take_turns(project, render_endpoint, n) for n in range(size.rounds)]
+    ours, theirs = zip(*rounds, strict=True)
     results = {
-        "reassemble_tokens_per_s": [run.num_tokens / run.work_s for run in runs],
-        "reassemble_memory_growth_mb": growth,
-        "reassemble_vs_speculators": whole,
-        "reassemble_vs_speculators_without_imports": work,
+        "reassemble_tokens_per_s": [run.num_tokens / run.work_s for run in ours],
+        "reassemble_memory_growth_mb": [
+            (many.most_bytes - few.most_bytes) / 1e6
+            for many, few in zip(ours, runs_of_few, strict=True)
+        ],
+        "reassemble_vs_speculators": ratios(ours, theirs, "work_s"),
+        "reassemble_vs_speculators_whole_process": ratios(ours, theirs, "whole_s"),
     }
     publish({name: result(each, COMMAND) for name, each in results.items()}, is_full=is_full)
+
+
+def take_turns(project: Project, render_endpoint: str, number: int) -> tuple[Run, Run]:
+    """Round `number`: our run and speculators'; every other round they begin.
+
+    Raises:
+        SystemExit: the two did not make the same sequences.
+    """
+    if number % 2:
+        theirs, ours = prepare_data(project, render_endpoint), reassemble(project)
+    else:
+        ours, theirs = reassemble(project), prepare_data(project, render_endpoint)
+    if abs(theirs.num_tokens / ours.num_tokens - 1) > MAX_DIFFERENCE:
+        sys.exit(f"not the same sequences: {ours.num_tokens} tokens and {theirs.num_tokens}")
+    return ours, theirs
+
+
+def ratios(ours: Sequence[Run], theirs: Sequence[Run], duration: str) -> list[float]:
+    """Our speed over theirs within each round."""
+    return [getattr(b, duration) / getattr(a, duration) for a, b in zip(ours, theirs, strict=True)]
 
 
 def reassemble(project: Project) -> Run:
     shutil.rmtree(project.folder / "data/sequences", ignore_errors=True)
     times_and_memory = run(project, REASSEMBLE, "reassemble")
     return Run(read_json(project.folder / "reports/reassemble.json")["tokens"], *times_and_memory)
-
-
-def beside_speculators(project: Project, num_rounds: int) -> list[tuple[Run, Run]]:
-    """Ours and theirs, taking turns.
-
-    Raises:
-        SystemExit: the two did not make the same sequences.
-    """
-    rounds = []
-    with serve(project.params.verifier, "perf", ["--enable-scale-out"]) as endpoint:
-        render_endpoint = endpoint.base_url.removesuffix("/v1")
-        prepare_data(project, render_endpoint)  # the server's first requests are slower
-        for number in range(num_rounds):
-            if number % 2:
-                theirs, ours = prepare_data(project, render_endpoint), reassemble(project)
-            else:
-                ours, theirs = reassemble(project), prepare_data(project, render_endpoint)
-            if abs(theirs.num_tokens / ours.num_tokens - 1) > MAX_DIFFERENCE:
-                sys.exit(f"not the same sequences: {ours.num_tokens}, {theirs.num_tokens} tokens")
-            rounds.append((ours, theirs))
-    return rounds
 
 
 def prepare_data(project: Project, render_endpoint: str) -> Run:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.params import Params
-from pipeline.reasoning import Spans, spans_of
+from pipeline.reasoning import Spans, has_ids, spans_of
 from pipeline.rebuild import Rebuilder, Tokens
 from pipeline.records import (
     SEQUENCE_COLUMNS,
@@ -109,10 +109,10 @@ class Assembler:
 
     def _tokens(self, trace: Trace) -> tuple[Tokens, bool]:
         """The ids, and whether they are rebuilt from text."""
-        has_ids = bool(trace["prompt_token_ids"] or trace["token_ids"])
-        if self._params.source == "text" or (self._params.source != "ids" and not has_ids):
+        source = self._params.source
+        if source == "text" or (source == "ids_else_text" and not has_ids(trace)):
             return self.rebuilder.rebuild(trace), True
-        if not has_ids:
+        if not has_ids(trace):
             raise Rejected(SequenceRejection.NO_TOKEN_IDS)
         return Tokens(trace["prompt_token_ids"], trace["token_ids"]), False
 

@@ -61,7 +61,7 @@ KIMI_K2 = Family(
     control_tokens=["<|im_system|>", "[BOS]", "[EOS]"],
 )
 GLM_4 = Family(
-    prefilled=None,  # 4.5 and 4.6 write the think-start themselves, 4.7 is given it
+    prefilled=False,
     before_think_start="\n",
     after_think_start="",
     before_think_end="",
@@ -73,7 +73,7 @@ GLM_4 = Family(
 MINIMAX_M2 = Family(
     prefilled=True,
     before_think_start="",
-    after_think_start="",  # the prompt goes on to the line's end
+    after_think_start="\n",
     before_think_end="\n",
     after_think_end="\n\n",
     end_of_turn="[e~[",
@@ -91,20 +91,29 @@ FAMILIES = {
     # Public copies of its template differ in whether they open the think block.
     "kimi_k2_thinking": KnownFamily(_but(KIMI_K2, prefilled=None), None, verified=False),
     "qwen3": KnownFamily(QWEN3, "enable_thinking", verified=True),
-    # Qwen3-…-Thinking-2507 and Qwen3.5: the prompt ends with the think-start and a newline.
-    "qwen3_thinking": KnownFamily(
-        _but(QWEN3, prefilled=True, after_think_start=""), None, verified=True
-    ),
-    # The first template of R1 left the think-start to the model, the present one gives it a newline
-    # too.
+    "qwen3_thinking": KnownFamily(_but(QWEN3, prefilled=True), None, verified=True),  # …-2507
+    # And 3.6; the smallest have thinking off unless asked.
+    "qwen3_5": KnownFamily(_but(QWEN3, prefilled=True), "enable_thinking", verified=True),
+    # Some of its templates leave the think-start to the model.
     "deepseek_r1": KnownFamily(
-        _but(DEEPSEEK, prefilled=None, before_think_end="\n", after_think_end="\n\n"),
+        _but(
+            DEEPSEEK,
+            prefilled=None,
+            after_think_start="\n",
+            before_think_end="\n",
+            after_think_end="\n\n",
+        ),
         None,
         verified=False,
     ),
     "deepseek_v3_1": KnownFamily(DEEPSEEK, "thinking", verified=False),
     "deepseek_v4": KnownFamily(DEEPSEEK, "thinking", verified=True),
-    "glm_4": KnownFamily(GLM_4, "enable_thinking", verified=False),
+    "glm_4": KnownFamily(GLM_4, "enable_thinking", verified=False),  # 4.5 and 4.6
+    "glm_4_7": KnownFamily(
+        _but(GLM_4, prefilled=True, before_think_start="", after_think_end=""),
+        "enable_thinking",
+        verified=False,
+    ),
     "minimax_m2": KnownFamily(MINIMAX_M2, None, verified=False),
 }
 

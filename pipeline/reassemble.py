@@ -32,8 +32,10 @@ from pipeline.assembly import ABLATIONS, TRAINABLE, Assembler
 from pipeline.errors import DataError
 from pipeline.params import load_params
 from pipeline.progress import progress_bar
+from pipeline.reasoning import has_ids
 from pipeline.rebuild import Agreement, Rebuilder, Tokens, agreement
 from pipeline.records import (
+    DISAGREEMENTS_PATH,
     PROMPTS_PATH,
     SEQUENCES,
     TRACES,
@@ -62,7 +64,6 @@ from pipeline.vocabulary import (
 
 METRICS_PATH = Path("reports/reassemble.json")
 REJECTED_PATH = SEQUENCES / "rejected.jsonl"
-DISAGREEMENTS_PATH = SEQUENCES / "disagreements.jsonl"
 TOKENS_COMPARED = 200_000  # enough for a share within one or two per cent, in about a second
 MAX_DISAGREEMENTS = 20
 
@@ -188,9 +189,9 @@ class ComparisonSample:
         self._largest_first: list[tuple[int, int, Trace]] = []
 
     def add(self, trace: Trace) -> None:
-        num_tokens = len(trace["prompt_token_ids"]) + len(trace["token_ids"])
-        if trace["status"] not in TRAINABLE or not trace["token_ids"]:
+        if trace["status"] not in TRAINABLE or not has_ids(trace):
             return
+        num_tokens = len(trace["prompt_token_ids"]) + len(trace["token_ids"])
         rank = -int.from_bytes(trace["key"].encode()[:16], "big")
         heapq.heappush(self._largest_first, (rank, -num_tokens, trace))
         self._num_tokens += num_tokens

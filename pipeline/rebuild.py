@@ -54,7 +54,8 @@ class Rebuilder:
         """The ids that `trace` would have by its text alone.
 
         Raises:
-            Rejected: the text spells a think or control token, or holds bytes that no text can.
+            Rejected: the text spells a think or control token, holds bytes that no text can, or
+                comes out of the tokenizer as another text.
         """
         prompt_ids = self.prompt_ids(trace["messages"])
         return Tokens(prompt_ids, self._generated(trace, prompt_ids))
@@ -81,10 +82,13 @@ class Rebuilder:
             is_closed = trace["status"] != Status.TRUNCATED_IN_REASONING
             if not is_closed:  # some parsers put a reasoning that was cut into `content`
                 reasoning, content = reasoning or content, ""
+            after_start = family.after_think_start
             if not is_prefilled(prompt_ids, verifier):
                 ids = [*self._text(family.before_think_start), verifier.think_start_id]
+            elif prompt_ids[-1] != verifier.think_start_id:
+                after_start = ""  # the prompt goes on to the line's end
             before_end = family.before_think_end if is_closed else ""
-            ids += self._text(with_edges(reasoning, family.after_think_start, before_end))
+            ids += self._text(with_edges(reasoning, after_start, before_end))
             if is_closed:
                 ids.append(verifier.think_end_id)
                 content = with_edges(content, family.after_think_end, "")
@@ -93,7 +97,11 @@ class Rebuilder:
 
     def _text(self, text: str) -> list[int]:
         ids = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
-        if REPLACEMENT_CHARACTER in text or not self.verifier.markers.isdisjoint(ids):
+        if (
+            REPLACEMENT_CHARACTER in text
+            or not self.verifier.markers.isdisjoint(ids)
+            or decoded(self.tokenizer, ids) != text  # some put it into Unicode's normal form first
+        ):
             raise Rejected(SequenceRejection.TEXT_NOT_EXACT)
         return ids
 
@@ -106,13 +114,15 @@ def with_edges(text: str, before: str, after: str) -> str:
     return before + text + after
 
 
+def decoded(tokenizer: Any, ids: list[int]) -> str:
+    """The text of `ids`, markers and white space as they are."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 def agreement(generated: Tokens, rebuilt: Tokens, tokenizer: Any) -> Agreement:
     if rebuilt == generated:
         return Agreement.EXACT
-    texts = [
-        tokenizer.decode([*tokens.prompt_ids, *tokens.token_ids], skip_special_tokens=False)
-        for tokens in (generated, rebuilt)
-    ]
+    texts = [decoded(tokenizer, [*t.prompt_ids, *t.token_ids]) for t in (generated, rebuilt)]
     if texts[0] == texts[1]:
         return Agreement.RETOKENIZED
     without_space = ["".join(text.split()) for text in texts]

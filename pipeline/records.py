@@ -16,6 +16,7 @@ PROMPTS_PATH = Path("data/prompts/prompts.jsonl")
 TRACES = Path("data/traces")
 TRACES_PER_PART = 1000
 SEQUENCES = Path("data/sequences")
+DISAGREEMENTS_PATH = SEQUENCES / "disagreements.jsonl"
 HIDDEN_STATES = Path("data/hidden_states")
 DRAFT = Path("models/draft")
 

@@ -1129,7 +1129,7 @@ def test_back_to_ids_answers_without_stop_the_run_and_are_not_lost(
     without_ids.stop()
     monkeypatch.delenv(ENDPOINTS)
     project.set(**{"reassemble.source": "ids"})
-    with pytest.raises(GateFailed, match="6 of 6 answers .* no token ids") as error:
+    with pytest.raises(GateFailed, match=r"6 of 6 answers .* no token ids") as error:
         generate.main()
     assert f"{place_of_source()}: ids to text or ids_else_text" in str(error.value)
     assert r'"content": "\n\nIt is ' in str(error.value)
@@ -1148,7 +1148,7 @@ def test_back_to_ids_new_answers_with_ids_do_not_make_up_for_old_ones_without(pr
     asked(server)
     project.ask(*QUESTIONS)
     project.set(**{"reassemble.source": "ids"})
-    with pytest.raises(GateFailed, match="3 of 6 answers .* no token ids"):
+    with pytest.raises(GateFailed, match=r"3 of 6 answers .* no token ids"):
         generate.main()
     assert asked(server) == QUESTIONS[3:]
     project.set(**{"reassemble.source": "ids_else_text"})

@@ -1,19 +1,25 @@
-"""Exact sequences: ids as served, mask on what was generated, a reason for each row left out."""
+"""The stage: each answer is a sequence or has its reason, the same on every run, one row at a time.
 
+What becomes of one answer is in test_assembly.py.
+"""
+
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import DataError, ParamsError
-from pipeline.params import Reassemble
-from pipeline.resume import jsonl, write_bytes
+from pipeline.errors import DataError, ParamsError, VerifierError
+from pipeline.records import SequenceRejection, Status
+from pipeline.resume import file_sha256, jsonl, write_bytes
+from tests.conftest import ROOT
 from tests.fake_server import (
     ASSISTANT,
     END,
-    SYSTEM,
     THINK,
     THINK_END,
     USER,
@@ -24,293 +30,12 @@ from tests.fake_server import (
 )
 
 pytestmark = pytest.mark.timeout(120)  # the first import of speculators takes its time
-QUESTION = [USER, *ids("Q"), END, ASSISTANT]
-KEEP = Reassemble(truncated="keep", draft_vocab_size=64)
-DROP = Reassemble(truncated="drop", draft_vocab_size=64)
+CUT, CUT_LATE = "truncated_in_reasoning", "truncated_in_answer"
+BOS = 2
 
 
 def turn(reasoning: str, answer: str) -> list[int]:
     return [THINK, *ids(reasoning), THINK_END, *ids(answer), END]
-
-
-def sequence(trace: dict, verifier, params: Reassemble = KEEP, *, thinking: bool = True) -> dict:
-    from pipeline.reassemble import sequence_of
-
-    prompt = {"index": 7, "split": "train", "source": "test"}
-    return sequence_of(prompt, trace, verifier, params, thinking=thinking)
-
-
-def reason(trace: dict, verifier, params: Reassemble = KEEP, *, thinking: bool = True) -> str:
-    from pipeline.reassemble import Rejected
-
-    with pytest.raises(Rejected) as caught:
-        sequence(trace, verifier, params, thinking=thinking)
-    return str(caught.value.reason)
-
-
-# one row
-
-
-def test_a_sequence_is_the_prompts_ids_and_the_generated_ones(verifier, trace_of):
-    row = sequence(trace_of("Q", turn("abc", "xy")), verifier)
-    assert row == {
-        "input_ids": [USER, 81, END, ASSISTANT, THINK, 97, 98, 99, THINK_END, 120, 121, END],
-        "loss_mask": [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1],
-        "seq_len": 12,
-        "sample_id": "Q_gen0",
-        "key": "k",
-        "prompt_index": 7,
-        "source": "test",
-        "status": "ok",
-        "reasoning_start": 5,
-        "reasoning_end": 8,
-        "answer_start": 9,
-        "answer_end": 11,
-    }
-
-
-def test_a_prefilled_think_token_is_not_supervised(verifier, trace_of):
-    trace = trace_of("Q", turn("abc", "xy")[1:], prompt=[*QUESTION, THINK])
-    row = sequence(trace, verifier)
-    assert row["input_ids"] == [*QUESTION, *turn("abc", "xy")]
-    assert row["loss_mask"] == [0] * 5 + [1] * 7
-    assert (row["reasoning_start"], row["reasoning_end"]) == (5, 8)
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "status", "spans"),
-    [
-        ([THINK, *ids("abc")], "truncated_in_reasoning", (5, 8, 8, 8)),
-        ([THINK, *ids("abc"), THINK_END, *ids("x")], "truncated_in_answer", (5, 8, 9, 10)),
-        ([THINK, *ids("abc"), THINK_END], "truncated_in_answer", (5, 8, 9, 9)),
-    ],
-)
-def test_a_cut_answer_is_kept_as_it_is_or_dropped(verifier, trace_of, token_ids, status, spans):
-    trace = trace_of("Q", token_ids, "length", status=status)
-    row = sequence(trace, verifier)
-    assert row["input_ids"] == [*QUESTION, *token_ids]  # no </think>, no end of turn put in
-    names = ("reasoning_start", "reasoning_end", "answer_start", "answer_end")
-    assert tuple(row[name] for name in names) == spans
-    assert reason(trace, verifier, DROP) == "truncated"
-
-
-def test_dropping_cut_answers_keeps_finished_ones(verifier, trace_of):
-    assert sequence(trace_of(), verifier, DROP)["status"] == "ok"
-
-
-def test_a_closing_token_in_the_answer_stays_where_it_was_generated(verifier, trace_of):
-    token_ids = [*turn("abc", "close with ")[:-1], THINK_END, END]
-    row = sequence(trace_of("Q", token_ids), verifier)
-    assert row["input_ids"][-2:] == [THINK_END, END]
-    assert row["reasoning_end"] == 8
-    assert row["answer_end"] == row["seq_len"] - 1
-
-
-def test_text_is_never_used(verifier, trace_of):
-    """Re-encoding would give other ids (B10), and the marker is spelt in the reasoning."""
-    token_ids = turn("a</think>b", "xy")
-    trace = trace_of("Q", token_ids, reasoning=None, content="something else")
-    assert sequence(trace, verifier)["input_ids"] == [*QUESTION, *token_ids]
-
-
-def test_without_thinking_there_is_an_answer_and_an_empty_reasoning(verifier, trace_of):
-    prompt = [*QUESTION, THINK, THINK_END]
-    trace = trace_of("Q", [*ids("xy"), END], prompt=prompt)
-    row = sequence(trace, verifier, thinking=False)
-    assert (row["reasoning_start"], row["reasoning_end"]) == (6, 6)
-    assert (row["answer_start"], row["answer_end"]) == (6, 8)
-    assert sum(row["loss_mask"]) == 3
-
-
-def test_special_tokens_in_the_prompt_are_the_prompts_own(verifier, trace_of):
-    """A user typed them; the server's ids say so, and nothing of it is supervised."""
-    prompt = [SYSTEM, 83, END, USER, THINK, THINK_END, END, ASSISTANT]
-    row = sequence(trace_of("Q", turn("abc", "xy"), prompt=prompt), verifier)
-    assert row["loss_mask"] == [0] * 8 + [1] * 8
-    assert row["reasoning_start"] == 9
-
-
-@given(
-    reasoning=st.lists(st.integers(65, 122), min_size=1, max_size=30),
-    answer=st.lists(st.integers(65, 122), min_size=1, max_size=30),
-    prefilled=st.booleans(),
-)
-def test_mask_and_spans_account_for_every_token(reasoning, answer, prefilled):
-    from pipeline.verifier import VerifierIdentity
-    from tests.conftest import verifier_json
-
-    prompt = [*QUESTION, THINK] if prefilled else QUESTION
-    generated = [*([] if prefilled else [THINK]), *reasoning, THINK_END, *answer, END]
-    trace = {
-        "sample_id": "s",
-        "key": "k",
-        "status": "ok",
-        "source": "x",
-        "messages": [],
-        "finish_reason": "stop",
-        "prompt_token_ids": prompt,
-        "token_ids": generated,
-        "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(generated)},
-    }
-    row = sequence(trace, VerifierIdentity.model_validate(verifier_json()))
-    assert sum(row["loss_mask"]) == len(generated)
-    assert row["input_ids"][row["reasoning_start"] : row["reasoning_end"]] == reasoning
-    assert row["input_ids"][row["answer_start"] : row["answer_end"]] == answer
-    assert len(row["input_ids"]) == len(row["loss_mask"]) == row["seq_len"]
-
-
-# rejections
-
-
-@pytest.mark.parametrize(
-    "status",
-    [
-        "empty_reasoning",
-        "empty_answer",
-        "unclosed_reasoning",
-        "parser_conflict",
-        "looping",
-        "garbage",
-        "aborted",
-        "tool_call",
-        "thinking_off_by_user",
-        "rejected_by_server",
-        "timed_out",
-        "failed",
-    ],
-)
-def test_a_status_that_is_no_finished_thought_is_the_reason(verifier, trace_of, status):
-    assert reason(trace_of(status=status), verifier) == status
-
-
-CUT = "truncated_in_reasoning"
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "finish", "status", "expected"),
-    [
-        ([*ids("xy"), END], "stop", "ok", "think_start"),
-        ([THINK, THINK, *ids("a"), THINK_END, *ids("x"), END], "stop", "ok", "think_start"),
-        ([THINK, *ids("abc"), END], "stop", "ok", "think_end"),
-        ([THINK, *ids("a"), THINK_END, *ids("x")], "length", CUT, "think_end"),
-        ([THINK, *ids("a"), THINK_END, END], "stop", "ok", "no_answer"),
-        (turn("abc", "xy")[:-1], "stop", "ok", "end_of_turn"),
-        (turn("abc", "xy"), "length", "truncated_in_answer", "end_of_turn"),
-        ([THINK, 97, USER, 98, THINK_END, *ids("x"), END], "stop", "ok", "control_token"),
-        ([THINK, *ids("a"), THINK_END, *ids("x"), END, END], "stop", "ok", "control_token"),
-        ([THINK, *ids("a"), THINK_END, 120, ASSISTANT, END], "stop", "ok", "control_token"),
-        ([THINK, *ids("a"), SYSTEM], "length", CUT, "control_token"),
-    ],
-)
-def test_ids_that_break_an_invariant_are_rejected(
-    verifier, trace_of, token_ids, finish, status, expected
-):
-    assert reason(trace_of("Q", token_ids, finish, status=status), verifier) == expected
-
-
-@pytest.mark.parametrize(
-    "usage",
-    [
-        {"prompt_tokens": 4, "completion_tokens": 9},
-        {"prompt_tokens": 5, "completion_tokens": 8},
-        {"prompt_tokens": 4},
-        {},
-    ],
-)
-def test_counts_that_differ_from_what_was_billed_are_rejected(verifier, trace_of, usage):
-    trace = trace_of("Q", turn("abc", "xy"), usage=usage)
-    assert reason(trace, verifier) == "usage"
-    trace["usage"] = {"prompt_tokens": 4, "completion_tokens": 8}
-    assert sequence(trace, verifier)["seq_len"] == 12
-
-
-@pytest.mark.parametrize(
-    ("status", "expected"),
-    [
-        ("ok", "no_token_ids"),
-        ("truncated_in_reasoning", "no_token_ids"),
-        ("truncated_in_answer", "no_token_ids"),
-        ("empty_reasoning", "empty_reasoning"),
-        ("parser_conflict", "parser_conflict"),
-        ("rejected_by_server", "rejected_by_server"),
-        ("failed", "failed"),
-    ],
-)
-@pytest.mark.parametrize("params", [KEEP, DROP])
-def test_a_text_without_token_ids_is_no_sequence(verifier, trace_of, params, status, expected):
-    trace = trace_of("Q", [], prompt=[], status=status, reasoning="abc", content="xy", usage={})
-    assert reason(trace, verifier, params) == expected
-
-
-def test_an_answer_of_no_tokens_is_not_one_without_token_ids(verifier, trace_of):
-    trace = trace_of("Q", [], "length", status=CUT)
-    assert reason(trace, verifier) == "think_start"
-
-
-# the draft vocabulary
-
-
-def mapping(frequency: dict[int, int], num: int, verifier, vocab_size: int = 8):
-    from collections import Counter
-
-    from pipeline.reassemble import vocabulary_mapping
-
-    small = verifier.model_copy(
-        update={"think_start_id": 5, "think_end_id": 7, "end_ids": [2], "vocab_size": vocab_size}
-    )
-    return vocabulary_mapping(Counter(frequency), num, small)
-
-
-def test_the_mapping_is_offsets_and_a_mask(verifier):
-    """Targets {0, 2, 5, 7} of 8: the known example d2t [0, 1, 3, 4]."""
-    d2t, t2d = mapping({0: 9, 2: 8, 5: 7, 7: 6, 1: 1}, 4, verifier)
-    assert d2t.tolist() == [0, 1, 3, 4]
-    assert t2d.astype(int).tolist() == [1, 0, 1, 0, 0, 1, 0, 1]
-    assert d2t.dtype == "int64"
-    assert t2d.dtype == "bool"
-
-
-@pytest.mark.parametrize(
-    "frequency",
-    [
-        {},
-        {0: 100, 1: 90, 3: 80, 4: 70, 6: 60},  # think and end tokens never seen
-        {0: 1, 1: 1, 3: 1, 4: 1, 6: 1},
-        {5: 1},
-        dict.fromkeys(range(8), 3),
-    ],
-)
-@pytest.mark.parametrize("num", [3, 4, 6, 8])
-def test_think_and_end_tokens_are_always_in_and_the_size_is_exact(verifier, frequency, num):
-    d2t, t2d = mapping(frequency, num, verifier)
-    targets = [index + offset for index, offset in enumerate(d2t.tolist())]
-    assert len(targets) == num
-    assert targets == sorted(set(targets))
-    assert [token for token, known in enumerate(t2d) if known] == targets
-    assert {2, 5, 7} <= set(targets) <= set(range(8))
-
-
-def test_the_most_frequent_tokens_get_the_places_that_are_left(verifier):
-    d2t, _ = mapping({0: 1, 1: 5, 3: 9, 4: 7, 6: 2}, 5, verifier)
-    assert [index + offset for index, offset in enumerate(d2t.tolist())] == [2, 3, 4, 5, 7]
-
-
-def test_a_draft_vocabulary_too_small_for_the_markers_is_refused(verifier):
-    with pytest.raises(ParamsError, match=r"reassemble\.draft_vocab_size 2"):
-        mapping({}, 2, verifier)
-
-
-# the stage
-
-
-@pytest.fixture
-def traces(project, trace_of):
-    """Six answers as `generate` leaves them: Q1 held out, Q4 without reasoning, Q5 cut."""
-    rows = [trace_of(f"Q{n}", key=f"k{n}") for n in range(1, 7)]
-    rows[3] = trace_of("Q4", turn("", "42"), key="k4", status="empty_reasoning")
-    rows[4] = trace_of("Q5", [THINK, *ids("and so on")], "length", key="k5", status=CUT)
-    write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
-    return rows
 
 
 def reassemble() -> None:
@@ -319,18 +44,39 @@ def reassemble() -> None:
     reassemble.main()
 
 
+def store(rows: list[dict[str, Any]], part: int = 0) -> None:
+    write_bytes(Path(f"data/traces/part-{part:05}.jsonl"), jsonl(rows))
+
+
+def but_zeros(counts: dict[str, int]) -> dict[str, int]:
+    return {name: n for name, n in counts.items() if n}
+
+
+@pytest.fixture
+def traces(project, trace_of):
+    """Six answers as `generate` leaves them: Q1 held out, Q4 without reasoning, Q5 cut."""
+    rows = [trace_of(f"Q{n}", key=f"k{n}") for n in range(1, 7)]
+    rows[3] = trace_of("Q4", turn("", "42"), key="k4", status="empty_reasoning")
+    rows[4] = trace_of("Q5", [THINK, *ids("\nand so on")], "length", key="k5", status=CUT)
+    store(rows)
+    return rows
+
+
+# rows
+
+
 def test_rows_in_are_rows_out_and_rows_rejected(project, traces):
     reassemble()
     report = project.report("reassemble")
     assert (report["rows_in"], report["held_out"], report["train"]) == (6, 1, 4)
-    assert {k: n for k, n in report["rejected"].items() if n} == {"empty_reasoning": 1}
-    assert {k: n for k, n in report["kept_by_status"].items() if n} == {"ok": 4, CUT: 1}
+    assert but_zeros(report["rejected"]) == {"empty_reasoning": 1}
+    assert but_zeros(report["kept_by_status"]) == {"ok": 4, CUT: 1}
     rejected = project.rows("data/sequences/rejected.jsonl")
     assert rejected == [{"sample_id": "Q4_gen0", "reason": "empty_reasoning"}]
-    # "\nI recall Q?\n" is 13 characters, Q5's thought 9
-    assert report["reasoning_tokens"]["max"] == 13
-    assert report["reasoning_tokens"]["mean"] == round((4 * 13 + 9) / 5, 1)
-    assert report["supervised_tokens"] == 4 * len(written("Q1")) + 10
+    # "\nI recall Q?\n" is 13 characters, Q5's thought 10; "\n\nIt is ?Q" is 10.
+    assert report["reasoning_tokens"] == {"mean": 12.4, "p50": 13.0, "p95": 13.0, "max": 13}
+    assert report["answer_tokens"] == {"mean": 8.0, "p50": 10.0, "p95": 10.0, "max": 10}
+    assert report["supervised_tokens"] == 4 * len(written("Q1")) + 11
     assert report["tokens"] == report["supervised_tokens"] + 5 * len(
         prompt_ids([{"role": "user", "content": "Q1"}])
     )
@@ -344,12 +90,163 @@ def test_dropped_cut_answers_are_counted_too(project, traces):
     assert report["rows_in"] == report["held_out"] + report["train"] + 2
 
 
+def test_a_text_without_token_ids_is_counted(project, traces, trace_of):
+    traces[1] = trace_of("Q2", [], prompt=[], key="k2", usage={})
+    store(traces)
+    reassemble()
+    rejected = project.report("reassemble")["rejected"]
+    assert but_zeros(rejected) == {"empty_reasoning": 1, "no_token_ids": 1}
+
+
+# What a question's answer must be for each reason, under params that leave room for it.
+BROKEN: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "think_start": ([*ids("xy"), END], {}),
+    "think_end": ([THINK, *ids("abc"), END], {}),
+    "no_answer": ([THINK, *ids("abc"), THINK_END, END], {}),
+    "end_of_turn": (turn("abc", "xy")[:-1], {}),
+    "control_token": ([THINK, 97, USER, 98, THINK_END, 120, END], {}),
+    "usage": (turn("abc", "xy"), {"usage": {"prompt_tokens": 4, "completion_tokens": 1}}),
+    "bos": (turn("abc", "xy"), {"prompt": [BOS, USER, *ids("Q"), END, ASSISTANT]}),
+    "control_text": (turn("abc", "xy"), {"prompt": [USER, THINK, END, ASSISTANT]}),
+    "other_template": (turn("abc", "xy"), {"prompt": ids("Q")}),
+    "no_token_ids": ([], {"prompt": [], "usage": {}}),
+    "truncated": ([THINK, *ids("abc")], {"finish": "length", "status": CUT}),
+    "too_long": (turn("abc" * 30, "xy"), {}),
+    "text_not_exact": ([], {"prompt": [], "usage": {}, "reasoning": "a<|end|>"}),
+    "nothing_to_learn": ([THINK, *ids("abc")], {"finish": "length", "status": CUT}),
+}
+OTHER_PARAMS = {
+    "text_not_exact": {"reassemble.source": "ids_else_text"},
+    "nothing_to_learn": {"reassemble.train_on": "answer"},
+}
+
+
+@pytest.mark.parametrize(
+    "reasons",
+    [[r for r in BROKEN if r not in OTHER_PARAMS], ["text_not_exact"], ["nothing_to_learn"]],
+    ids=["most of them", "text_not_exact", "nothing_to_learn"],
+)
+def test_each_reason_is_counted_and_named_for_each_row(project, trace_of, reasons):
+    assert set(BROKEN) == set(SequenceRejection)
+    project.identity(bos_id=BOS, control_ids=[BOS, END, 203, 204, 205])
+    project.set(
+        **{
+            "reassemble.truncated": "keep" if "nothing_to_learn" in reasons else "drop",
+            "reassemble.on_too_long": "drop",
+            "reassemble.max_tokens": 64,
+        },
+        **OTHER_PARAMS.get(reasons[0], {}),
+    )
+    project.ask("held out", *reasons, "good")
+    rows = [trace_of(name, key=name) for name in ("held out", "good")]
+    rows[1:1] = [
+        trace_of(reason, BROKEN[reason][0], key=reason, **BROKEN[reason][1]) for reason in reasons
+    ]
+    store(rows)
+    reassemble()
+    assert project.rows("data/sequences/rejected.jsonl") == [
+        {"sample_id": f"{reason}_gen0", "reason": reason} for reason in reasons
+    ]
+    report = project.report("reassemble")
+    assert but_zeros(report["rejected"]) == dict.fromkeys(reasons, 1)
+    assert report["rows_in"] == report["train"] + report["held_out"] + len(reasons)
+
+
+def test_the_report_names_every_reason_and_status_whatever_the_rows(project, traces):
+    """So that two runs have the same names to compare."""
+    reassemble()
+    report = project.report("reassemble")
+    trained_on = {"ok", CUT, CUT_LATE}
+    assert set(report["rejected"]) == set(SequenceRejection) | set(Status) - trained_on
+    assert set(report["kept_by_status"]) == set(Status)
+
+
+def test_the_report_is_strict_json_of_plain_counts(project, traces):
+    def fail(constant: str) -> None:
+        raise AssertionError(constant)
+
+    reassemble()
+    text = Path("reports/reassemble.json").read_text()
+    report = json.loads(text, parse_constant=fail)
+    assert text == json.dumps(report, indent=2, sort_keys=True) + "\n"
+    counts = ["rows_in", "train", "held_out", "tokens", "supervised_tokens", "rebuilt", "ablated"]
+    counts += ["with_control_text", "think_ends_in_answers", "cut_in_reasoning", "cut_in_answer"]
+    assert {type(report[name]) for name in counts} == {int}
+
+
+def test_what_is_odd_about_kept_rows_is_counted(project, trace_of):
+    project.set(
+        **{
+            "reassemble.source": "ids_else_text",
+            "reassemble.on_control_text": "keep",
+            "reassemble.max_tokens": 40,
+        }
+    )
+    three_ends = [THINK, 97, THINK_END, 120, THINK_END, 121, THINK_END, END]
+    spelt = [USER, *ids("Q"), END, *ids("5"), END, ASSISTANT]
+    store(
+        [
+            trace_of("Q1", turn("abc", "xy"), key="k1"),
+            trace_of("Q2", three_ends, key="k2"),
+            trace_of("Q3", turn("a" * 40, "xy"), key="k3"),
+            trace_of("Q4", turn("abc", "x" * 40), key="k4"),
+            trace_of("Q5", turn("abc", "xy"), key="k5", prompt=spelt),
+            trace_of("Q6", [], key="k6", prompt=[], reasoning="abc", content="xy", usage={}),
+        ]
+    )
+    reassemble()
+    report = project.report("reassemble")
+    assert report["think_ends_in_answers"] == 2
+    assert (report["cut_in_reasoning"], report["cut_in_answer"]) == (1, 1)
+    assert (report["with_control_text"], report["rebuilt"], report["ablated"]) == (1, 1, 0)
+    assert but_zeros(report["rejected"]) == {}
+    rows = {row["sample_id"]: row for row in sequences("train")}
+    assert [name for name, row in rows.items() if row["control_text"]] == ["Q5_gen0"]
+    assert [name for name, row in rows.items() if row["rebuilt"]] == ["Q6_gen0"]
+    cuts = {name: row["cut_in"] for name, row in rows.items() if row["seq_len"] == 40}
+    assert cuts == {"Q3_gen0": "reasoning", "Q4_gen0": "answer"}
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "ablation", "num_tokens"),
+    [("drop", "reasoning_dropped", 0), ("empty", "reasoning_empty", 2)],
+)
+def test_an_ablation_is_marked_in_every_row_and_said(
+    project, traces, capsys, reasoning, ablation, num_tokens
+):
+    project.set(**{"reassemble.reasoning": reasoning})
+    reassemble()
+    report = project.report("reassemble")
+    assert report["ablated"] == report["train"] + report["held_out"] == 4
+    assert report["reasoning_tokens"]["max"] == 0
+    assert report["tokens"] == 4 * (len("UQ1EA") + num_tokens + len("\n\nIt is 1QE"))
+    assert but_zeros(report["rejected"]) == {"empty_reasoning": 1, "no_answer": 1}
+    rows = [*sequences("train"), *sequences("held_out")]
+    assert {row["ablation"] for row in rows} == {ablation}
+    assert f"an ablation: {ablation}" in capsys.readouterr().out
+
+
+def test_what_is_not_ablated_says_nothing_of_it(project, traces, capsys):
+    reassemble()
+    assert project.report("reassemble")["ablated"] == 0
+    assert "ablation" not in capsys.readouterr().out
+
+
+# the folders
+
+
+def sequences(split: str) -> list[dict[str, Any]]:
+    from pipeline.sequences import load_split
+
+    return list(load_split(Path(f"data/sequences/{split}")))
+
+
 def test_both_folders_load_with_datasets_and_hold_the_ids(project, traces):
     import datasets
 
     reassemble()
-    train = datasets.load_from_disk("data/sequences/train")
-    held_out = datasets.load_from_disk("data/sequences/held_out")
+    train = datasets.load_from_disk("data/sequences/train").with_format(None)
+    held_out = datasets.load_from_disk("data/sequences/held_out").with_format(None)
     assert train["sample_id"][:] == ["Q2_gen0", "Q3_gen0", "Q5_gen0", "Q6_gen0"]
     assert held_out["sample_id"][:] == ["Q1_gen0"]
     expected = prompt_ids([{"role": "user", "content": "Q2"}]) + written("Q2")
@@ -373,7 +270,7 @@ def test_the_vocabulary_counts_generated_tokens_of_the_training_set_alone(projec
     project.set(**{"reassemble.draft_vocab_size": 8})
     traces[0] = traces[0] | {"token_ids": turn("zzzzzzzzzzzzzz", "z")}
     traces[0]["usage"] = {"prompt_tokens": 5, "completion_tokens": 18}
-    write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(traces))
+    store(traces)
     reassemble()
     t2d = np.load("data/sequences/t2d.npy")
     d2t = np.load("data/sequences/d2t.npy")
@@ -384,8 +281,23 @@ def test_the_vocabulary_counts_generated_tokens_of_the_training_set_alone(projec
     assert t2d[ord(" ")]
     assert not t2d[ord("z")]
     assert not t2d[USER]
-    outside = project.report("reassemble")["held_out_tokens_outside_draft_vocabulary"]
-    assert outside == {"reasoning": 14, "answer": 1}
+    report = project.report("reassemble")
+    assert report["held_out_vocabulary"] == {
+        "reasoning": {"tokens": 14, "outside": 14, "fraction": 0.0},
+        "answer": {"tokens": 1, "outside": 1, "fraction": 0.0},
+        "end": {"tokens": 1, "outside": 0, "fraction": 1.0},
+    }
+    assert report["vocabulary_sha256"] == file_sha256(Path("data/sequences/d2t.npy"))
+
+
+def test_what_is_not_learnt_is_not_in_the_vocabulary(project, traces):
+    import numpy as np
+
+    project.set(**{"reassemble.draft_vocab_size": 20, "reassemble.train_on": "answer"})
+    reassemble()
+    t2d = np.load("data/sequences/t2d.npy")
+    assert t2d[ids("It s")].all()
+    assert not t2d[ids("recal")].any()
 
 
 def test_two_runs_write_the_same_bytes(project, traces):
@@ -402,6 +314,27 @@ def test_a_second_run_over_an_old_output_leaves_nothing_of_it(project, traces):
     first = project.bytes("data/sequences/**/*")
     reassemble()
     assert project.bytes("data/sequences/**/*") == first
+    assert set(first) == {
+        f"data/sequences/{name}"
+        for name in (
+            *("d2t.npy", "t2d.npy", "rejected.jsonl", "disagreements.jsonl"),
+            *("train/data-00000-of-00001.arrow", "train/dataset_info.json", "train/state.json"),
+            *("held_out/data-00000-of-00001.arrow", "held_out/dataset_info.json"),
+            "held_out/state.json",
+        )
+    }
+
+
+def test_a_run_that_fails_leaves_the_last_one_as_it_was(project, traces):
+    reassemble()
+    first = project.bytes("data/sequences/**/*", "reports/*")
+    store(traces[:-1])
+    with pytest.raises(DataError):
+        reassemble()
+    assert project.bytes("data/sequences/**/*", "reports/*") == first
+
+
+# what the stage cannot work with
 
 
 @pytest.mark.parametrize("change", ["one missing", "one more", "other order"])
@@ -411,21 +344,42 @@ def test_traces_that_do_not_answer_the_prompts_are_an_error(project, traces, tra
         "one more": [*traces, trace_of("Q7")],
         "other order": traces[::-1],
     }[change]
-    write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
+    store(rows)
     with pytest.raises(DataError, match=r"dvc repro generate"):
         reassemble()
 
 
 def test_nothing_left_to_train_on_is_an_error_with_the_reasons(project, traces, trace_of):
     rows = [trace_of("Q1")] + [trace_of(f"Q{n}", status="empty_reasoning") for n in range(2, 7)]
-    write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
+    store(rows)
     with pytest.raises(DataError, match=r"no train sequence.*5 empty_reasoning"):
+        reassemble()
+    assert list(Path("data/sequences").iterdir()) == []
+
+
+def test_nothing_left_to_hold_out_is_an_error_with_the_reasons(project, traces, trace_of):
+    store([trace_of("Q1", status="looping"), *traces[1:]])
+    with pytest.raises(DataError, match=r"no held_out sequence.*1 looping"):
         reassemble()
 
 
 def test_a_draft_vocabulary_larger_than_the_verifiers_is_refused(project, traces):
     project.set(**{"reassemble.draft_vocab_size": VOCAB_SIZE + 1})
     with pytest.raises(ParamsError, match=f"{VOCAB_SIZE + 1}, more than the verifier's"):
+        reassemble()
+
+
+def test_another_chat_template_than_identify_saw_stops_the_stage(project, traces):
+    """B14: verifier.json, which knows template and tokenizer by their hashes, is a dependency; a
+    template that changed under the same name is noticed."""
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+    assert "data/verifier.json" in stages["reassemble"]["deps"]
+    template = Path("models/verifier/chat_template.jinja")
+    known = {"name": template.name, "size_bytes": template.stat().st_size}
+    project.identity(small_files=[known | {"sha256": file_sha256(template)}])
+    reassemble()
+    template.write_text(template.read_text().replace("<|end|>", "<|END|>"))
+    with pytest.raises(VerifierError, match=r"verifier changed: .*chat_template\.jinja"):
         reassemble()
 
 
@@ -459,44 +413,96 @@ def answers(trace_of):
     """`answers("A0", "A1")` writes the traces A_gen0 and A_gen1, all good."""
 
     def write(*names: str) -> None:
-        rows = [trace_of(name, sample_id=f"{name[0]}_gen{name[1:]}", key=name) for name in names]
-        write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(rows))
+        store([trace_of(name, sample_id=f"{name[0]}_gen{name[1:]}", key=name) for name in names])
 
     return write
 
 
-def sequences(split: str) -> list[tuple[int, str]]:
-    import datasets
-
-    found = datasets.load_from_disk(f"data/sequences/{split}")
-    return list(zip(found["prompt_index"][:], found["sample_id"][:], strict=True))
+def turns_of(split: str) -> list[tuple[int, str]]:
+    return [(row["prompt_index"], row["sample_id"]) for row in sequences(split)]
 
 
 def test_each_turn_is_a_sequence_of_its_conversations_side(project, conversations, answers):
     conversations(A=2, B=0, C=11)
     answers("A0", "A1", "A2", "B0", *(f"C{n}" for n in range(12)))
     reassemble()
-    assert sequences("held_out") == [(0, "A_gen0"), (0, "A_gen1"), (0, "A_gen2")]
-    assert sequences("train") == [(1, "B_gen0"), *((2, f"C_gen{n}") for n in range(12))]
+    assert turns_of("held_out") == [(0, "A_gen0"), (0, "A_gen1"), (0, "A_gen2")]
+    assert turns_of("train") == [(1, "B_gen0"), *((2, f"C_gen{n}") for n in range(12))]
     report = project.report("reassemble")
     assert (report["rows_in"], report["held_out"], report["train"]) == (16, 3, 13)
+
+
+def test_each_turn_has_the_prompt_that_the_server_saw(conversations, trace_of):
+    """B21: n turns, n rows, and the second one's history is without reasoning."""
+    conversations(A=0, c7=1)
+    first = [{"role": "user", "content": "Q1"}]
+    then = [
+        *first,
+        {"role": "assistant", "content": "the answer"},
+        {"role": "user", "content": "Q2"},
+    ]
+    asked = {"c7_gen0": first, "c7_gen1": then}
+    rows = [
+        trace_of(
+            "Q",
+            turn("a thought", "the answer"),
+            key=name,
+            sample_id=name,
+            messages=messages,
+            prompt=prompt_ids(messages),
+        )
+        for name, messages in asked.items()
+    ]
+    store([trace_of("A", key="A"), *rows])
+    reassemble()
+    one, two = sequences("train")
+    assert (one["sample_id"], two["sample_id"]) == ("c7_gen0", "c7_gen1")
+    assert bytes_of(one).count(b"a thought") == bytes_of(two).count(b"a thought") == 1
+    assert bytes_of(two).count(b"the answer") == 2
+    assert two["input_ids"][: two["generated_start"]] == [
+        *(USER, *ids("Q1"), END, ASSISTANT, *ids("the answer"), END),
+        *(USER, *ids("Q2"), END, ASSISTANT),
+    ]
+    assert sum(two["loss_mask"]) == len(turn("a thought", "the answer"))
+
+
+def bytes_of(row: dict[str, Any]) -> bytes:
+    return bytes(row["input_ids"])
+
+
+def test_a_rejected_turn_takes_no_other_along(project, conversations, answers, trace_of):
+    conversations(A=0, B=2)
+    rows = [trace_of("B", key=f"B{n}", sample_id=f"B_gen{n}") for n in range(3)]
+    rows[1]["status"] = "looping"
+    store([trace_of("A", key="A"), *rows])
+    reassemble()
+    assert turns_of("train") == [(1, "B_gen0"), (1, "B_gen2")]
+    rejected = project.rows("data/sequences/rejected.jsonl")
+    assert rejected == [{"sample_id": "B_gen1", "reason": "looping"}]
 
 
 def test_a_conversation_may_stop_before_its_last_turn(conversations, answers):
     conversations(A=2, B=2)
     answers("A0", "B0", "B1")
     reassemble()
-    assert sequences("held_out") == [(0, "A_gen0")]
-    assert sequences("train") == [(1, "B_gen0"), (1, "B_gen1")]
+    assert turns_of("held_out") == [(0, "A_gen0")]
+    assert turns_of("train") == [(1, "B_gen0"), (1, "B_gen1")]
 
 
 def test_traces_go_on_in_the_next_part(conversations, answers, trace_of):
     conversations(A=1, B=1)
     answers("A0", "A1")
-    rows = [trace_of("B", sample_id=f"B_gen{n}", key=f"B{n}") for n in range(2)]
-    write_bytes(Path("data/traces/part-00001.jsonl"), jsonl(rows))
+    store([trace_of("B", sample_id=f"B_gen{n}", key=f"B{n}") for n in range(2)], part=1)
     reassemble()
-    assert sequences("train") == [(1, "B_gen0"), (1, "B_gen1")]
+    assert turns_of("train") == [(1, "B_gen0"), (1, "B_gen1")]
+
+
+def test_a_conversation_may_go_on_in_the_next_part(conversations, answers, trace_of):
+    conversations(A=1, B=1)
+    answers("A0", "A1", "B0")
+    store([trace_of("B", sample_id="B_gen1", key="B1")], part=1)
+    reassemble()
+    assert turns_of("train") == [(1, "B_gen0"), (1, "B_gen1")]
 
 
 @pytest.mark.parametrize(
@@ -523,9 +529,153 @@ def test_turns_that_do_not_answer_the_prompts_are_an_error(conversations, answer
         reassemble()
 
 
-def test_a_text_without_token_ids_is_counted(project, traces, trace_of):
-    traces[1] = trace_of("Q2", [], prompt=[], key="k2", usage={})
-    write_bytes(Path("data/traces/part-00000.jsonl"), jsonl(traces))
+def test_rows_are_read_one_by_one(project, traces):
+    """What comes later is not even looked at, so memory does not grow with it."""
+    from pipeline.reassemble import prompts_and_traces
+
+    with Path("data/traces/part-00000.jsonl").open("ab") as file:
+        file.write(b"torn")
+    pairs = prompts_and_traces()
+    for n in range(1, 6):
+        prompt, found = next(pairs)
+        assert (prompt["sample_id"], found) == (f"Q{n}_gen0", [traces[n - 1]])
+    with pytest.raises(DataError, match=r"part-00000\.jsonl:7 is no JSON"):
+        next(pairs)
+
+
+# the other way: the same answers from their text
+
+
+def test_texts_that_give_their_ids_back_agree(project, traces):
+    store([trace | {"status": "ok"} if trace is traces[3] else trace for trace in traces])
     reassemble()
-    rejected = project.report("reassemble")["rejected"]
-    assert {k: n for k, n in rejected.items() if n} == {"empty_reasoning": 1, "no_token_ids": 1}
+    agreement = project.report("reassemble")["text_agreement"]
+    assert agreement == {
+        "compared": 6,
+        "share": round(5 / 6, 4),
+        "exact": 5,
+        "whitespace": 1,  # Q4, whose tags have no newlines next to them
+        "retokenized": 0,
+        "other": 0,
+    }
+
+
+def test_each_kind_of_disagreement_is_counted_and_shown(project, trace_of, capsys):
+    store(
+        [
+            trace_of("Q1", key="a"),
+            trace_of("Q2", turn("\nabc", "\n\nxy"), key="b"),
+            # 150 is no token of the tokenizer: it decodes to nothing.
+            trace_of("Q3", [*turn("\nabc\n", "\n\nxy")[:-1], 150, END], key="c", content="\n\nxy"),
+            trace_of("Q4", turn("\nabc\n", "\n\nxy"), key="d", content="\n\nxyz"),
+            trace_of("Q5", turn("\na<|end|>\n", "\n\nxy"), key="e"),
+            trace_of("Q6", turn("\nabc\n", "\n\nxy"), key="f", status="empty_reasoning"),
+        ]
+    )
+    reassemble()
+    agreement = project.report("reassemble")["text_agreement"]
+    counts = {"exact": 1, "whitespace": 1, "retokenized": 1, "other": 2}
+    assert agreement == {"compared": 5, "share": 0.2, **counts}
+    assert project.rows("data/sequences/disagreements.jsonl") == [
+        {
+            "sample_id": "Q2_gen0",
+            "kind": "whitespace",
+            "position": 10,
+            "generated": [10, *ids("abc"), THINK_END, *ids("\n\nxy"), END],
+            "rebuilt": [10, *ids("abc\n"), THINK_END, *ids("\n\nxy"), END],
+        },
+        {
+            "sample_id": "Q3_gen0",
+            "kind": "retokenized",
+            "position": 16,
+            "generated": [*ids("\n\nxy"), 150, END],
+            "rebuilt": [*ids("\n\nxy"), END],
+        },
+        {
+            "sample_id": "Q4_gen0",
+            "kind": "other",
+            "position": 16,
+            "generated": [*ids("\n\nxy"), END],
+            "rebuilt": [*ids("\n\nxyz"), END],
+        },
+        {"sample_id": "Q5_gen0", "kind": "other", "reason": "text_not_exact"},
+    ]
+    assert "of 5 compared, 20.0% of the texts give their ids back" in capsys.readouterr().out
+
+
+def test_examples_of_disagreement_are_few(project, trace_of):
+    names = [f"Q{n:02}" for n in range(30)]
+    project.ask(*names)
+    store([trace_of(name, turn("abc", "xy"), key=name) for name in names])
+    reassemble()
+    agreement = project.report("reassemble")["text_agreement"]
+    assert (agreement["compared"], agreement["whitespace"], agreement["share"]) == (30, 30, 0.0)
+    shown = project.rows("data/sequences/disagreements.jsonl")
+    assert [row["sample_id"] for row in shown] == [f"{name}_gen0" for name in names[:20]]
+
+
+def test_rows_without_ids_are_not_compared(project, traces, trace_of):
+    project.set(**{"reassemble.source": "ids_else_text"})
+    for place in (0, 1):
+        name = f"Q{place + 1}"
+        traces[place] = trace_of(
+            name, [], prompt=[], usage={}, key=name, reasoning="a", content="b"
+        )
+    store(traces)
+    reassemble()
+    report = project.report("reassemble")
+    assert (report["rebuilt"], report["text_agreement"]["compared"]) == (2, 3)
+
+
+def test_nothing_to_compare_is_no_share_of_nothing(project, trace_of):
+    project.set(**{"reassemble.source": "text"})
+    store(
+        [
+            trace_of(f"Q{n}", [], prompt=[], usage={}, key=f"{n}", reasoning="a", content="b")
+            for n in range(1, 7)
+        ]
+    )
+    reassemble()
+    report = project.report("reassemble")
+    assert (report["rebuilt"], report["rows_in"], report["train"]) == (6, 6, 5)
+    counts = {"exact": 0, "whitespace": 0, "retokenized": 0, "other": 0}
+    assert report["text_agreement"] == {"compared": 0, "share": 0.0, **counts}
+    assert Path("data/sequences/disagreements.jsonl").read_bytes() == b""
+
+
+def compared(rows: list[dict[str, Any]], max_tokens: int) -> list[str]:
+    """The keys of the answers that are chosen for comparison."""
+    from pipeline.reassemble import ComparisonSample
+
+    sample = ComparisonSample(max_tokens)
+    for row in rows:
+        sample.add(row)
+    return sorted(trace["key"] for _, _, trace in sample._largest_first)
+
+
+def answer(key: str, num_tokens: int = 10, **changes: Any) -> dict[str, Any]:
+    ids = {"prompt_token_ids": [1] * 4, "token_ids": [2] * (num_tokens - 4)}
+    return {"key": key, "status": "ok", **ids, **changes}
+
+
+@given(order=st.permutations("abcdefgh"), max_tokens=st.integers(10, 100))
+def test_the_smallest_keys_are_compared_up_to_so_many_tokens(order, max_tokens):
+    chosen = compared([answer(key * 64) for key in order], max_tokens)
+    assert chosen == [key * 64 for key in "abcdefgh"[: max_tokens // 10]]
+
+
+def test_one_answer_is_compared_however_long_it_is():
+    assert compared([answer("a", 500)], 10) == ["a"]
+    assert compared([answer("b", 500), answer("a", 500), answer("c", 500)], 10) == ["a"]
+
+
+def test_what_cannot_train_or_has_no_ids_is_not_compared():
+    rows = [
+        answer("a", status="looping"),
+        answer("b", status="failed"),
+        answer("c", token_ids=[]),
+        answer("d", prompt_token_ids=[]),
+        answer("e", status=CUT),
+        answer("f", status=CUT_LATE),
+    ]
+    assert compared(rows, 1000) == ["e", "f"]

@@ -1,14 +1,15 @@
-"""A tokenizer with Python code of its own, with the manners of Kimi's: copied into a model folder by
-tests/real_tokenizers.py, and loaded from there by transformers as code that comes with a model.
+"""A tokenizer with Python code of its own and the manners of Kimi's. tests/real_tokenizers.py
+copies it into a model folder, from where transformers loads it as code that comes with a model.
 
-- `apply_chat_template` gives text that ends with a generation prompt unless told otherwise.
-- `encode` reads markers in text as tokens, and splits text at 400,000 characters and any run of
-  25,000 with or without white space. With any further argument it leaves that to transformers,
-  which splits the text at the markers first.
+- `apply_chat_template` gives text that ends with a generation prompt, unless told otherwise.
+- `encode` takes markers in text for tokens, and splits text every 400,000 characters and runs with
+  or without white space every 25,000. With any further argument it leaves the first part to
+  transformers, which splits the text at the markers and comes back with what is between them.
 """
 
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
 
 import tiktoken
 from tiktoken.load import load_tiktoken_bpe
@@ -30,64 +31,58 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class KimiShapedTokenizer(PreTrainedTokenizer):
-    vocab_files_names = {"vocab_file": "tiktoken.model"}  # noqa: RUF012
+    vocab_files_names = {"vocab_file": "tiktoken.model"}  # noqa: RUF012  # transformers' own name
 
-    def __init__(self, vocab_file, pattern, added_tokens_decoder, **kwargs):
-        special = {str(token): int(index) for index, token in added_tokens_decoder.items()}
+    def __init__(
+        self, vocab_file: str, pattern: str, added_tokens_decoder: dict[int, Any], **options: Any
+    ) -> None:
+        ranks = load_tiktoken_bpe(vocab_file)
+        special = {str(token): index for index, token in added_tokens_decoder.items()}
         self.model = tiktoken.Encoding(
-            "kimi-shaped",
-            pat_str=pattern,
-            mergeable_ranks=load_tiktoken_bpe(vocab_file),
-            special_tokens=special,
+            "kimi-shaped", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
-        # Tokens as strings: a character a byte.
-        ranks = [(token.decode("latin-1"), i) for i, token in self._ranks()]
-        self.ids = dict(ranks) | special
+        # A token as transformers wants it, a string: one character a byte.
+        self.ids = {token.decode("latin-1"): rank for token, rank in ranks.items()} | special
         self.tokens = {index: token for token, index in self.ids.items()}
-        super().__init__(added_tokens_decoder=added_tokens_decoder, pattern=pattern, **kwargs)
-
-    def _ranks(self):
-        return [(i, self.model.decode_single_token_bytes(i)) for i in range(self.num_base)]
+        super().__init__(pattern=pattern, added_tokens_decoder=added_tokens_decoder, **options)
 
     @property
-    def num_base(self):
-        return len(self.model._mergeable_ranks)
-
-    @property
-    def vocab_size(self):
+    def vocab_size(self) -> int:
         return len(self.ids)
 
-    def get_vocab(self):
+    def get_vocab(self) -> dict[str, int]:
         return dict(self.ids)
 
-    def encode(self, text, **kwargs):
-        if kwargs:
-            return super().encode(text, **kwargs)
-        return [
-            token
-            for piece in pieces(text)
-            for token in self.model.encode(piece, allowed_special="all")
-        ]
+    def encode(self, text: str, **options: Any) -> list[int]:
+        if options:
+            return super().encode(text, **options)
+        encoded = (self.model.encode(piece, allowed_special="all") for piece in pieces(text))
+        return [token for piece in encoded for token in piece]
 
-    def _tokenize(self, text, **kwargs):
+    def _tokenize(self, text: str, **options: Any) -> list[str]:
         return [self.tokens[token] for token in self.encode(text)]
 
-    def _convert_token_to_id(self, token):
+    def _convert_token_to_id(self, token: str) -> int:
         return self.ids[token]
 
-    def _convert_id_to_token(self, index):
+    def _convert_id_to_token(self, index: int) -> str:
         return self.tokens[index]
 
-    def convert_tokens_to_string(self, tokens):
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
         return "".join(tokens).encode("latin-1").decode("utf-8", "replace")
 
     def apply_chat_template(
-        self, conversation, tokenize=False, add_generation_prompt=True, thinking=True, **kwargs
-    ):
+        self,
+        conversation: list[dict[str, str]],
+        tokenize: bool = False,
+        add_generation_prompt: bool = True,
+        thinking: bool = True,
+        **options: Any,
+    ) -> Any:
         return super().apply_chat_template(
             conversation,
             tokenize=tokenize,
             add_generation_prompt=add_generation_prompt,
             thinking=thinking,
-            **kwargs,
+            **options,
         )

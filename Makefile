@@ -53,11 +53,12 @@ test-fast: setup
 test-full: lint
 	$(PYTEST)
 
-## Measures generation beside other clients, its memory and its verdict (docs/performance.md)
+## Measures generate and reassemble beside speculators, memory, verdict (docs/performance.md)
 perf: setup
 	.venv/bin/python -m perf.throughput
 	.venv/bin/python -m perf.client
 	.venv/bin/python -m perf.verdict
+	.venv/bin/python -m perf.reassembly
 	.venv/bin/python -m perf.report
 
 ## Checks style (ruff) and types (mypy)

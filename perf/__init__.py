@@ -1,16 +1,17 @@
-"""How fast generation is beside other clients, what it holds in memory, how soon it says no.
+"""How fast generation and reassembly are beside other programs, and what they hold in memory.
 
     make perf        # all of it, into reports/perf.json and docs/performance.md
 
     throughput       this project, speculators and vllm bench against a real vLLM
     client           this project and speculators against a server that costs nothing; memory
     verdict          how long a server that does not reason is believed
+    reassembly       reassemble alone, and beside speculators' prepare-data; memory
     compare          the clients, taking turns
     stopwatch        the time, taken in the server
     stub_server      the server that costs nothing
     project          the scratch project they work in
     report           the figures on disk and in the docs
 
-The first three run alone (`python -m perf.verdict`) and take sizes for a short trial (`--help`),
+The first four run alone (`python -m perf.verdict`) and take sizes for a short trial (`--help`),
 which is printed and not kept.
 """

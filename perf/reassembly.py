@@ -10,7 +10,7 @@ Each run is a process of its own that takes the time of its work once the import
     reassemble_vs_speculators    their time over ours, and that of `…_whole_process`
 
 Run      python -m perf.reassembly                                  # or, for a short trial:
-         python -m perf.reassembly --rows 500 --rounds 1
+         python -m perf.reassembly --rows 1000 --rounds 1
 """
 
 import shutil
@@ -49,7 +49,6 @@ NUM_ROUNDS = 3
 NUM_TOKENS = 2000  # of a row
 NUM_HELD_OUT = 64
 NUM_DIFFERENT = 512  # answers, each of them in many rows
-NUM_SOLUTIONS = 40  # as many are more than NUM_TOKENS
 MAX_DIFFERENCE = 0.01  # of the tokens of the two ways: speculators' rows end with a line's end
 SAMPLE_EVERY_S = 0.005
 CONTEXT = 2048  # the demo verifier's
@@ -254,9 +253,11 @@ def made_up(rng: Random, tokenizer: Any, verifier: VerifierIdentity, params: Par
     prompt_ids = ids_of(generation_prompt(tokenizer, messages, params.generate.template_kwargs))
     answer_ids = ids_of(f"\n\n{question.answer}")
     num_reasoning = NUM_TOKENS - len(prompt_ids) - len(answer_ids) - 3  # two think tokens, the end
-    solutions = "\n".join(make_question(rng).reasoning for _ in range(NUM_SOLUTIONS))
     line_end = ids_of("\n")
-    reasoning_ids = [*ids_of(f"\n{solutions}")[: num_reasoning - len(line_end)], *line_end]
+    reasoning_ids = [*line_end]
+    while len(reasoning_ids) < num_reasoning:
+        reasoning_ids += ids_of(f"{make_question(rng).reasoning}\n")
+    reasoning_ids[num_reasoning - len(line_end) :] = line_end
     think_start, think_end = verifier.think_start_id, verifier.think_end_id
     token_ids = [think_start, *reasoning_ids, think_end, *answer_ids, verifier.end_of_turn_id]
     assert len(prompt_ids) + len(token_ids) == NUM_TOKENS

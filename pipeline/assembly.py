@@ -18,6 +18,7 @@ from pipeline.reasoning import Spans, has_ids, spans_of
 from pipeline.rebuild import Rebuilder, Tokens
 from pipeline.records import (
     SEQUENCE_COLUMNS,
+    TRAINABLE,
     TRUNCATED,
     Ablation,
     Prompt,
@@ -28,7 +29,6 @@ from pipeline.records import (
 )
 from pipeline.verifier import VerifierIdentity
 
-TRAINABLE = TRUNCATED | {Status.OK}
 ABLATIONS = {
     "keep": Ablation.NONE,
     "drop": Ablation.REASONING_DROPPED,
@@ -126,15 +126,17 @@ class Assembler:
             Rejected: such a question when they are not wanted; another number of BOS than the
                 template's; or it is not the template's prompt at all.
         """
-        markers, bos = self.verifier.markers, self.verifier.bos_id
-        found = [token for token in prompt_ids if token in markers]
+        verifier = self.verifier
+        found = [token for token in prompt_ids if token in verifier.markers]
         expected = self.rebuilder.template_markers(trace["messages"])
-        if found == expected:
+        if found == expected.all:
             return False
-        if bos is not None and found.count(bos) != expected.count(bos):
+        bos = -1 if verifier.bos_id is None else verifier.bos_id
+        if bos not in verifier.end_ids and found.count(bos) != expected.all.count(bos):
             raise Rejected(SequenceRejection.BOS)
         rest = iter(found)
-        if not all(token in rest for token in expected):
+        is_the_templates = all(token in rest for token in expected.all)
+        if not is_the_templates or found[len(found) - len(expected.behind) :] != expected.behind:
             raise Rejected(SequenceRejection.OTHER_TEMPLATE)
         if self._params.on_control_text == "reject":
             raise Rejected(SequenceRejection.CONTROL_TEXT)
@@ -208,8 +210,8 @@ def without_reasoning(phased: Phased, verifier: VerifierIdentity, *, keep_pair: 
         first, behind = think_start, answer_start
     gone = behind - first
     answer = (answer_start - gone, answer_end - gone)
-    reasoning = (first, first) if keep_pair else (answer[0], answer[0])
-    return Phased([*ids[:first], *ids[behind:]], min(generated_start, first), reasoning, answer)
+    kept = [*ids[:first], *ids[behind:]]
+    return Phased(kept, min(generated_start, first), (first, first), answer)
 
 
 def cut(phased: Phased, max_tokens: int) -> tuple[Phased, str]:
@@ -240,6 +242,6 @@ def loss_mask(phased: Phased, train_on: str) -> np.ndarray:  # [len(ids)] int8
         mask[generated_start : reasoning[1]] = 1
     if train_on in ("all_generated", "answer"):
         mask[slice(*answer)] = 1
-    mask[max(generated_start, reasoning[1]) : answer[0]] = 1  # the think-end
+    mask[reasoning[1] : answer[0]] = 1  # the think-end
     mask[answer[1] :] = 1
     return mask

@@ -41,7 +41,7 @@ MEANINGS: dict[StrEnum, str] = {
     SequenceRejection.TEXT_NOT_EXACT: "its text spells a control token, or is no UTF-8",
     SequenceRejection.BOS: "the prompt has not as many begin tokens as the chat template writes",
     SequenceRejection.CONTROL_TEXT: "a user wrote a control token into the question",
-    SequenceRejection.OTHER_TEMPLATE: "the prompt lacks control tokens of the chat template",
+    SequenceRejection.OTHER_TEMPLATE: "the prompt is none that the chat template makes",
     SequenceRejection.TOO_LONG: "over reassemble.max_tokens, or nothing to learn before the cut",
     SequenceRejection.NOTHING_TO_LEARN: "reassemble.train_on leaves no token of it",
     Status.EMPTY_REASONING: "no think block, or white space in it",

@@ -98,9 +98,11 @@ def spans_of(
     ends_turn = bool(token_ids) and token_ids[-1] in verifier.end_ids
     stop = len(token_ids) - ends_turn
     prefilled = is_prefilled(prompt_ids, verifier)
-    written = token_ids[:stop]
-    is_closed = verifier.think_end_id in written
-    before_end = written[: written.index(verifier.think_end_id)] if is_closed else written
+    try:
+        before_end = token_ids[: token_ids.index(verifier.think_end_id, 0, stop)]
+        is_closed = True
+    except ValueError:
+        before_end, is_closed = token_ids[:stop], False
     num_starts = before_end.count(verifier.think_start_id) + prefilled
     if num_starts == 0:
         return Spans(None, (offset, offset + stop), ends_turn, 0)

@@ -15,30 +15,27 @@ does not grow with their number. On every run some answers are also rebuilt from
 compared: the metric `text_agreement` says what a data set without ids would be worth.
 """
 
-import heapq
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-import orjson
 from datasets import disable_progress_bars
 
-from pipeline.assembly import ABLATIONS, TRAINABLE, Assembler
+from pipeline.agreement import TOKENS_COMPARED, Agreement, ComparisonSample
+from pipeline.assembly import ABLATIONS, Assembler
 from pipeline.errors import DataError
 from pipeline.params import load_params
 from pipeline.progress import progress_bar
-from pipeline.reasoning import has_ids
-from pipeline.rebuild import Agreement, Rebuilder, Tokens, agreement
 from pipeline.records import (
     DISAGREEMENTS_PATH,
     PROMPTS_PATH,
     SEQUENCES,
     TRACES,
+    TRAINABLE,
     Ablation,
     Prompt,
     Rejected,
@@ -64,8 +61,6 @@ from pipeline.vocabulary import (
 
 METRICS_PATH = Path("reports/reassemble.json")
 REJECTED_PATH = SEQUENCES / "rejected.jsonl"
-TOKENS_COMPARED = 200_000  # enough for a share within one or two per cent, in about a second
-MAX_DISAGREEMENTS = 20
 
 
 def main() -> None:
@@ -75,37 +70,13 @@ def main() -> None:
     tokenizer = load_tokenizer(folder, trust_remote_code=params.verifier.trust_remote_code)
     assembler = Assembler(params, verifier, tokenizer)
     tally, compared = Tally(verifier.think_end_id), ComparisonSample(TOKENS_COMPARED)
-    SEQUENCES.mkdir(parents=True, exist_ok=True)
-    with (
-        progress_bar("reassembling", num_prompts(), "questions") as bar,
-        ExitStack() as opened,
-    ):
-        writers = {
-            split: opened.enter_context(SequenceWriter(SEQUENCES / split)) for split in Split
-        }
-        rejected = opened.enter_context(opened.enter_context(atomic_path(REJECTED_PATH)).open("wb"))
-        for prompt, traces in prompts_and_traces():
-            for trace in traces:
-                compared.add(trace)
-                try:
-                    row = assembler.row(prompt, trace)
-                    writers[Split(prompt["split"])].add(row)
-                    tally.keep(row)
-                except Rejected as rejection:
-                    tally.reject(trace, rejection, rejected)
-            bar.advance(1, f"{tally.num_rejected} rejected")
-        for split, writer in writers.items():
-            if not writer.num_rows:
-                raise DataError(
-                    f"no {split} sequence is left of {tally.num_traces} traces; rejected: "
-                    f"{in_words(tally.rejected)}"
-                )
-    train, held_out = load_split(SEQUENCES / Split.TRAIN), load_split(SEQUENCES / Split.HELD_OUT)
+    write_sequences(assembler, tally, compared)
+    train, held_out = (load_split(SEQUENCES / split) for split in (Split.TRAIN, Split.HELD_OUT))
     frequency = token_frequency(train, verifier.vocab_size)
     d2t, t2d = vocabulary_mapping(frequency, params.reassemble.draft_vocab_size, verifier)
     save_vocabulary(SEQUENCES, d2t, t2d)
-    agreements, disagreements = compared.judge(assembler.rebuilder)
-    write_bytes(DISAGREEMENTS_PATH, jsonl(disagreements))
+    agreements, examples = compared.judge(assembler.rebuilder)
+    write_bytes(DISAGREEMENTS_PATH, jsonl(examples))
     metrics = {
         "rows_in": tally.num_traces,
         "train": len(train),
@@ -116,17 +87,56 @@ def main() -> None:
         "text_agreement": agreements,
     }
     write_json(METRICS_PATH, metrics)
-    ablation = ABLATIONS[params.reassemble.reasoning]
+    say(metrics, ABLATIONS[params.reassemble.reasoning])
+
+
+def write_sequences(assembler: Assembler, tally: "Tally", compared: ComparisonSample) -> None:
+    """Both splits and what was rejected, row by row.
+
+    Raises:
+        DataError: a split is left without a row.
+    """
+    with (
+        progress_bar("reassembling", num_prompts(), "questions") as bar,
+        SequenceWriter(SEQUENCES / Split.TRAIN) as train,
+        SequenceWriter(SEQUENCES / Split.HELD_OUT) as held_out,
+        atomic_path(REJECTED_PATH) as path,
+        path.open("wb") as rejected,
+    ):
+        writers = {Split.TRAIN: train, Split.HELD_OUT: held_out}
+        for prompt, traces in prompts_and_traces():
+            for trace in traces:
+                compared.add(trace)
+                try:
+                    row = assembler.row(prompt, trace)
+                    writers[Split(prompt["split"])].add(row)
+                    tally.keep(row)
+                except Rejected as rejection:
+                    tally.reject(rejection)
+                    lost = {"sample_id": trace["sample_id"], "reason": rejection.reason.value}
+                    rejected.write(jsonl([lost]))
+            bar.advance(1, f"{tally.num_rejected} rejected")
+        for split, writer in writers.items():
+            if not writer.num_rows:
+                raise DataError(
+                    f"no {split} sequence is left of {tally.num_traces} traces; rejected: "
+                    f"{in_words(tally.rejected)}"
+                )
+
+
+def say(metrics: dict[str, Any], ablation: Ablation) -> None:
+    rejected, agreements = metrics["rejected"], metrics["text_agreement"]
     print(
-        f"{tally.num_traces} traces: {len(train)} sequences to train on, {len(held_out)} held out, "
-        f"{tally.num_rejected} rejected: {in_words(tally.rejected)}; "
+        f"{metrics['rows_in']} traces: {metrics['train']} sequences to train on, "
+        f"{metrics['held_out']} held out, {sum(rejected.values())} rejected: {in_words(rejected)}; "
         f"{metrics['reasoning_tokens']['mean']} reasoning tokens a row"
         + ("" if ablation is Ablation.NONE else f"; an ablation: {ablation}")
     )
-    print(
-        f"of {agreements['compared']} compared, {agreements['share']:.1%} of the texts give their "
-        f"ids back: {in_words({kind: agreements[kind] for kind in Agreement})}"
-    )
+    if agreements["compared"]:
+        print(
+            f"of {agreements['compared']} compared, {agreements['share']:.1%} of the texts give "
+            f"their ids back: {in_words({kind: agreements[kind] for kind in Agreement})}"
+        )
 
 
 class Tally:
@@ -163,10 +173,8 @@ class Tally:
             cut_in_answer=row["cut_in"] == "answer",
         )
 
-    def reject(self, trace: Trace, rejection: Rejected, file: BinaryIO) -> None:
-        reason = rejection.reason.value
-        self.rejected[reason] += 1
-        file.write(orjson.dumps({"sample_id": trace["sample_id"], "reason": reason}) + b"\n")
+    def reject(self, rejection: Rejected) -> None:
+        self.rejected[rejection.reason.value] += 1
 
     def metrics(self) -> dict[str, Any]:
         reasons = [*SequenceRejection, *(s for s in Status if s not in TRAINABLE)]
@@ -177,65 +185,6 @@ class Tally:
             "answer_tokens": summary(self._answer_tokens),
             **self._counts,
         }
-
-
-class ComparisonSample:
-    """The answers to compare: those with the smallest keys, up to so many tokens. A key is a hash,
-    so the choice is random and the same on every run."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
-        self._largest_first: list[tuple[int, int, Trace]] = []
-
-    def add(self, trace: Trace) -> None:
-        if trace["status"] not in TRAINABLE or not has_ids(trace):
-            return
-        num_tokens = len(trace["prompt_token_ids"]) + len(trace["token_ids"])
-        rank = -int.from_bytes(trace["key"].encode()[:16], "big")
-        heapq.heappush(self._largest_first, (rank, -num_tokens, trace))
-        self._num_tokens += num_tokens
-        while self._num_tokens > self._max_tokens and len(self._largest_first) > 1:
-            self._num_tokens += heapq.heappop(self._largest_first)[1]
-
-    def judge(self, rebuilder: Rebuilder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """How many agree, by kind, and examples of those that do not."""
-        counts: Counter[Agreement] = Counter()
-        examples: list[dict[str, Any]] = []
-        with progress_bar("comparing with text", len(self._largest_first), "answers") as bar:
-            for _, _, trace in sorted(self._largest_first, key=lambda entry: -entry[0]):
-                kind, example = compare(trace, rebuilder)
-                counts[kind] += 1
-                if example and len(examples) < MAX_DISAGREEMENTS:
-                    examples.append(example)
-                bar.advance()
-        share = counts[Agreement.EXACT] / max(counts.total(), 1)
-        shares = {"compared": counts.total(), "share": round(share, 4)}
-        return {**shares, **count_by(counts.elements(), Agreement)}, examples
-
-
-def compare(trace: Trace, rebuilder: Rebuilder) -> tuple[Agreement, dict[str, Any] | None]:
-    """The kind of agreement, and unless it is exact where the two part."""
-    generated = Tokens(trace["prompt_token_ids"], trace["token_ids"])
-    try:
-        rebuilt = rebuilder.rebuild(trace)
-    except Rejected as rejection:
-        kind, reason = Agreement.OTHER, rejection.reason.value
-        return kind, {"sample_id": trace["sample_id"], "kind": kind.value, "reason": reason}
-    kind = agreement(generated, rebuilt, rebuilder.tokenizer)
-    if kind is Agreement.EXACT:
-        return kind, None
-    ours, theirs = ([*tokens.prompt_ids, *tokens.token_ids] for tokens in (generated, rebuilt))
-    pairs = enumerate(zip_longest(ours, theirs))
-    position = next(index for index, (our, their) in pairs if our != their)
-    shown = slice(max(position - 4, 0), position + 8)
-    return kind, {
-        "sample_id": trace["sample_id"],
-        "kind": kind.value,
-        "position": position,
-        "generated": ours[shown],
-        "rebuilt": theirs[shown],
-    }
 
 
 def num_prompts() -> int:

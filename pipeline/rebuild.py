@@ -12,25 +12,24 @@ What comes out need not be what was generated: a model may write "he" + "llo" wh
 makes "hello". `agreement` says how far the two are apart where both are known.
 """
 
-from enum import StrEnum
 from typing import Any, NamedTuple
 
+from pipeline.errors import VerifierError
 from pipeline.families import family_of, generation_prompt
 from pipeline.params import Params
 from pipeline.reasoning import is_prefilled
 from pipeline.records import Message, Rejected, SequenceRejection, Status, Trace
 from pipeline.verifier import VerifierIdentity
 
+PLAIN_TEXT = "One question"
 REPLACEMENT_CHARACTER = "\ufffd"  # what bytes that are no UTF-8 become in text
 
 
-class Agreement(StrEnum):
-    """How an answer rebuilt from its text compares with its token ids."""
+class TemplateMarkers(NamedTuple):
+    """The think, end and control tokens that the chat template puts around messages."""
 
-    EXACT = "exact"
-    WHITESPACE = "whitespace"  # the same but for white space
-    RETOKENIZED = "retokenized"  # the same text in other tokens
-    OTHER = "other"  # another text, or one that says nothing sure
+    all: list[int]
+    behind: list[int]  # the last of them, behind the last message: nobody else can write there
 
 
 class Tokens(NamedTuple):
@@ -48,7 +47,7 @@ class Rebuilder:
         self._family = family_of(params.family)
         self._template_kwargs = params.generate.template_kwargs
         self._thinking = params.generate.thinking
-        self._markers_by_roles: dict[tuple[str, ...], list[int]] = {}
+        self._markers_by_roles: dict[tuple[str, ...], TemplateMarkers] = {}
 
     def rebuild(self, trace: Trace) -> Tokens:
         """The ids that `trace` would have by its text alone.
@@ -61,18 +60,39 @@ class Rebuilder:
         return Tokens(prompt_ids, self._generated(trace, prompt_ids))
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
-        """As vLLM does it: no special tokens beside those that the template itself writes."""
-        text = generation_prompt(self.tokenizer, messages, self._template_kwargs)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """As vLLM does it: no special tokens beside those that the template itself writes.
 
-    def template_markers(self, messages: list[Message]) -> list[int]:
-        """The think, end and control tokens that the template puts around such messages."""
+        Raises:
+            Rejected: the template refuses such messages.
+        """
+        return self._encode(self._rendered(messages))
+
+    def template_markers(self, messages: list[Message]) -> TemplateMarkers:
+        """Those around messages of these roles, whatever is said in them.
+
+        Raises:
+            Rejected: the template refuses such messages.
+        """
         roles = tuple(message["role"] for message in messages)
         if roles not in self._markers_by_roles:
-            plain: list[Message] = [{"role": role, "content": "x"} for role in roles]
-            ids = self.prompt_ids(plain)
-            self._markers_by_roles[roles] = [t for t in ids if t in self.verifier.markers]
+            plain: list[Message] = [{"role": role, "content": PLAIN_TEXT} for role in roles]
+            text = self._rendered(plain)
+            behind = text.rpartition(PLAIN_TEXT)[2]
+            markers = self.verifier.markers
+            self._markers_by_roles[roles] = TemplateMarkers(
+                [token for token in self._encode(text) if token in markers],
+                [token for token in self._encode(behind) if token in markers],
+            )
         return self._markers_by_roles[roles]
+
+    def _rendered(self, messages: list[Message]) -> str:
+        try:
+            return generation_prompt(self.tokenizer, messages, self._template_kwargs)
+        except VerifierError as error:
+            raise Rejected(SequenceRejection.OTHER_TEMPLATE) from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _generated(self, trace: Trace, prompt_ids: list[int]) -> list[int]:
         family, verifier = self._family, self.verifier
@@ -96,7 +116,7 @@ class Rebuilder:
         return [*ids, verifier.end_of_turn_id] if trace["finish_reason"] == "stop" else ids
 
     def _text(self, text: str) -> list[int]:
-        ids = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+        ids = self._encode(text) if text else []
         if (
             REPLACEMENT_CHARACTER in text
             or not self.verifier.markers.isdisjoint(ids)
@@ -109,6 +129,8 @@ class Rebuilder:
 def with_edges(text: str, before: str, after: str) -> str:
     """`text` with this white space at its ends, where it has none of its own: servers differ in
     whether they strip it."""
+    if not text:  # cut right there
+        return ""
     before = "" if text[:1].isspace() else before
     after = "" if text[-1:].isspace() else after
     return before + text + after
@@ -117,13 +139,3 @@ def with_edges(text: str, before: str, after: str) -> str:
 def decoded(tokenizer: Any, ids: list[int]) -> str:
     """The text of `ids`, markers and white space as they are."""
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def agreement(generated: Tokens, rebuilt: Tokens, tokenizer: Any) -> Agreement:
-    if rebuilt == generated:
-        return Agreement.EXACT
-    texts = [decoded(tokenizer, [*t.prompt_ids, *t.token_ids]) for t in (generated, rebuilt)]
-    if texts[0] == texts[1]:
-        return Agreement.RETOKENIZED
-    without_space = ["".join(text.split()) for text in texts]
-    return Agreement.WHITESPACE if without_space[0] == without_space[1] else Agreement.OTHER

@@ -95,6 +95,7 @@ class Status(StrEnum):
 
 TRANSIENT = frozenset({Status.TIMED_OUT, Status.FAILED})
 TRUNCATED = frozenset({Status.TRUNCATED_IN_REASONING, Status.TRUNCATED_IN_ANSWER})
+TRAINABLE = TRUNCATED | {Status.OK}
 # Nothing was paid for, or what came is of no use: never takes the place of an answer.
 NO_ANSWER = TRANSIENT | {Status.REJECTED_BY_SERVER, Status.ABORTED}
 # Cut by max_tokens, so a larger max_tokens may save them.
@@ -140,7 +141,7 @@ class SequenceRejection(StrEnum):
     TEXT_NOT_EXACT = "text_not_exact"  # the text spells a think or control token, or is no UTF-8
     BOS = "bos"  # not as many BOS in the prompt as the chat template writes
     CONTROL_TEXT = "control_text"  # a control token that a user wrote (reassemble.on_control_text)
-    OTHER_TEMPLATE = "other_template"  # the prompt lacks control tokens of the chat template
+    OTHER_TEMPLATE = "other_template"  # no prompt that the verifier's chat template makes
     TOO_LONG = "too_long"  # reassemble.max_tokens: drop, or nothing to learn before the cut
     NOTHING_TO_LEARN = "nothing_to_learn"  # reassemble.train_on leaves no token
 

@@ -38,6 +38,7 @@ def _kind(column: str) -> Value | List:
 
 
 FEATURES = Features({column: _kind(column) for column in SEQUENCE_COLUMNS})
+SCHEMA = FEATURES.arrow_schema  # `datasets` makes it anew each time it is asked for
 
 
 class SequenceWriter:
@@ -69,18 +70,22 @@ class SequenceWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self._flush()
-            self._writer.finalize()
-            self._take_place()
-        else:
-            self._writer.close()
-        shutil.rmtree(self._temp, ignore_errors=True)
+        try:
+            if kind is None:
+                self._flush()
+                self._writer.finalize()
+                self._take_place()
+            else:
+                self._writer.close()
+        finally:
+            shutil.rmtree(self._temp, ignore_errors=True)
 
     def _flush(self) -> None:
         if self._batch:
-            arrays = [_column(name, [row[name] for row in self._batch]) for name in FEATURES]
-            table = pa.Table.from_arrays(arrays, schema=FEATURES.arrow_schema)
+            arrays = [
+                _column(name, [row[name] for row in self._batch]) for name in SEQUENCE_COLUMNS
+            ]
+            table = pa.Table.from_arrays(arrays, schema=SCHEMA)
             self._writer.write_table(table)
             self._first = self._first or table.slice(0, 1)
         self._batch = []
@@ -91,24 +96,23 @@ class SequenceWriter:
         It would put a random fingerprint into state.json unless it is given one.
         """
         whole = self._temp / "whole"
-        first = InMemoryTable(self._first or FEATURES.arrow_schema.empty_table())
+        first = InMemoryTable(self._first or SCHEMA.empty_table())
         like = Dataset(first, fingerprint=file_sha256(self._rows)[:16])
         # speculators' loader wants tensors of its columns, and sets no format itself.
         like.set_format("torch", columns=READ_BY_SPECULATORS, output_all_columns=True)
-        like.save_to_disk(str(whole))
-        if self._first:
-            assert (whole / DATA_FILE).is_file()
-            self._rows.replace(whole / DATA_FILE)
+        like.save_to_disk(str(whole), num_shards=1)
+        assert (whole / DATA_FILE).is_file()
+        self._rows.replace(whole / DATA_FILE)
         shutil.rmtree(self.folder, ignore_errors=True)
         whole.rename(self.folder)
 
 
 def _column(name: str, values: list[Any]) -> pa.Array:
     if name not in LISTS:
-        return pa.array(values, type=FEATURES.arrow_schema.field(name).type)
+        return pa.array(values, type=SCHEMA.field(name).type)
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
     flat = pa.array(np.concatenate(values), type=LISTS[name])
-    return pa.ListArray.from_arrays(offsets, flat, type=FEATURES.arrow_schema.field(name).type)
+    return pa.ListArray.from_arrays(offsets, flat, type=SCHEMA.field(name).type)
 
 
 def load_split(folder: Path) -> Dataset:

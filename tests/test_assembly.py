@@ -391,6 +391,14 @@ def test_a_prompt_without_the_think_start_of_its_template_is_another_templates()
     assert reason(WHOLE, template=PREFILLED) == "other_template"
 
 
+@pytest.mark.parametrize("asked", ["UQEAT", "UQEAU", "UQTEAT"])
+def test_nobody_writes_behind_the_last_message_but_the_template(asked):
+    """B14: a server whose template opens the think block, where ours does not."""
+    turn = "abcCxyE" if asked.endswith("T") else "TabcCxyE"
+    how = {"template": TEMPLATE, "on_control_text": "keep"}
+    assert reason(f"{asked}|{turn}", **how) == "other_template"
+
+
 # BOS
 
 
@@ -424,6 +432,11 @@ def test_control_text_is_found_beside_a_bos():
     how = {"template": WITH_BOS, "verifier": verifier_with_bos()}
     assert reason("BUQTEA|TabcCxyE", **how) == "control_text"
     assert row("BUQTEA|TabcCxyE", **how, on_control_text="keep")["control_text"]
+
+
+def test_a_bos_that_also_ends_turns_is_control_text():
+    verifier = VerifierIdentity.model_validate(verifier_json() | {"bos_id": END})
+    assert reason("UQEEA|TabcCxyE", verifier=verifier) == "control_text"
 
 
 def test_a_bos_in_the_answer_is_a_control_token():
@@ -872,6 +885,20 @@ def test_what_is_rebuilt_has_the_length_that_was_billed(source, usage, is_kept):
 def test_a_text_that_cannot_be_exact_is_rejected(reasoning, content):
     """B10: U+FFFD stands for bytes that nobody knows any more."""
     assert reason(text(reasoning, content), source="text") == "text_not_exact"
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "expected"), [("", CUT_LATE, "UQEAT\nabc\nC"), ("", CUT, "UQEAT\nabc")]
+)
+def test_nothing_is_put_in_where_the_text_was_cut(content, status, expected):
+    trace = text("\nabc", content, status=status, finish_reason="length")
+    assert row(trace, source="text")["input_ids"] == tokens(expected)
+
+
+def test_a_conversation_that_the_template_refuses_is_another_templates():
+    refuses = "{{ raise_exception('no such role') }}"
+    assert reason(WHOLE, template=refuses) == "other_template"
+    assert reason(text("abc", "xy"), source="text", template=refuses) == "other_template"
 
 
 def test_a_rebuilt_prompt_has_the_one_bos_that_its_template_writes():

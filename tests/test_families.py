@@ -21,6 +21,7 @@ from pipeline.families import (
 from pipeline.params import Family, FamilyChoice
 from tests.fake_tokenizer import FAMILY
 from tests.real_tokenizers import (
+    DEMO,
     KIMI_SYSTEM,
     KIMI_TOKENS,
     MADE,
@@ -141,8 +142,14 @@ def test_what_renderers_writes_is_as_the_entry_says(name):
     prove_with(name, tokenizer, generate__thinking_switch=None)
 
 
-def test_kimi_with_its_own_code_is_proved_too():
+def test_kimi_with_code_of_its_own_is_proved_too():
     assert prove_with(OWN_CODE) == prove_with("kimi_k2_5")
+
+
+def test_the_demo_verifier_is_a_qwen3():
+    markers = prove_with(DEMO)
+    assert markers.end_of_turn_id == 1021
+    assert markers.control_ids == {1019, 1020}
 
 
 # the names

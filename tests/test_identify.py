@@ -11,11 +11,16 @@ import pytest
 
 from pipeline.errors import ParamsError, PipelineError, VerifierError
 from pipeline.verifier import load_verifier
-from tests.conftest import WEIGHTS, Project
+from tests.conftest import ROOT, WEIGHTS, Project
+from tests.fake_tokenizer import FAMILY
+from tests.real_tokenizers import folder as real_folder
 
-# The scratch tokenizer: one token a byte, then five added ones.
-END, USER, ASSISTANT, THINK, THINK_END = 256, 257, 258, 259, 260
-TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+# The scratch tokenizer: one token a byte, then six added ones.
+END, USER, ASSISTANT, THINK, THINK_END, SYSTEM = 256, 257, 258, 259, 260, 261
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
 CONFIG = {
     "num_hidden_layers": 4,
     "hidden_size": 32,
@@ -43,7 +48,9 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True) for text in ("<|end|>", "<|user|>", "<|assistant|>")]
     )
-    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False) for text in ("<think>", "</think>", "<|system|>")]
+    )
     folder = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
@@ -84,6 +91,8 @@ def test_it_finds_ids_sizes_and_fingerprints(model):
     found = identify()
     assert (found["think_start_id"], found["think_end_id"]) == (259, 260)
     assert found["end_ids"] == [256]
+    assert found["end_of_turn_id"] == 256
+    assert found["family"] == "custom"
     assert found["num_hidden_layers"] == 4
     assert found["hidden_size"] == 32
     assert found["vocab_size"] == 300
@@ -118,8 +127,12 @@ def test_white_space_tokens_are_blank_and_others_are_not(model):
     assert blank.isdisjoint({tokens.index("a"), tokens.index("."), THINK, THINK_END})
 
 
-def test_every_token_marked_special_is_a_control_token_and_think_tokens_are_not(model):
-    """Also those that no map in tokenizer_config.json names."""
+def test_special_tokens_and_the_familys_markers_are_control_tokens_and_think_tokens_are_not(
+    model, project
+):
+    """Also those that no map in tokenizer_config.json names; 261 is marked by the family alone."""
+    assert identify()["control_ids"] == [256, 257, 258, 261]
+    project.set(**{"family.custom": FAMILY | {"control_tokens": []}})
     assert identify()["control_ids"] == [256, 257, 258]
 
 
@@ -241,6 +254,105 @@ def test_a_context_longer_than_the_models_is_refused(model, project):
     message = refused(ParamsError)
     assert "4096" in message
     assert "2048" in message
+
+
+# the family
+
+
+def become(project: Project, name: str, tokenizer: Path, start_id: int, end_id: int) -> None:
+    """models/verifier with another tokenizer, and params.yaml of its family."""
+    folder = project.root / "models/verifier"
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for file in tokenizer.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    (folder / "model.safetensors").write_bytes(WEIGHTS)
+    project.set(
+        **{
+            "think.start_id": start_id,
+            "think.end_id": end_id,
+            "family.name": name,
+            "family.custom": None,
+        }
+    )
+
+
+def kimi(project: Project) -> Path:
+    """models/verifier as a tiny Kimi; its answers end with another token than its texts."""
+    become(project, "kimi_k2_5", real_folder("kimi_k2_5"), 163606, 163607)
+    config = project.root / "models/verifier/config.json"
+    config.write_text(json.dumps(CONFIG | {"eos_token_id": 163586, "vocab_size": 163840}))
+    project.set(**{"generate.thinking_switch": "thinking"})
+    return config
+
+
+def test_a_family_without_a_real_tokenizer_is_said_to_be_unverified(project, capsys):
+    """Its ids are right all the same, and come from the tokenizer."""
+    kimi(project)
+    found = identify()
+    assert "family kimi_k2_5 (unverified)" in capsys.readouterr().out
+    assert found["family"] == "kimi_k2_5"
+    assert found["family_verified"] is False
+    assert found["end_of_turn_id"] == 163586
+    assert found["end_ids"] == [163585, 163586]
+    markers = {163584, 163585, 163586, 163587, 163588, 163594, 163601}
+    assert markers <= set(found["control_ids"])
+    assert project.report("identify")["family_verified"] is False
+    assert load_verifier().family == "kimi_k2_5"
+
+
+def test_the_demo_verifiers_family_is_verified(project, capsys):
+    become(project, "qwen3", ROOT / "models/verifier", 1022, 1023)
+    found = identify()
+    line = capsys.readouterr().out
+    assert "family qwen3" in line
+    assert "unverified" not in line
+    assert found["family_verified"] is True
+    assert found["end_of_turn_id"] == 1021
+    assert found["control_ids"] == [1019, 1020, 1021]
+    assert project.report("identify")["family_verified"] is True
+
+
+def test_custom_is_never_verified(model, project, capsys):
+    assert identify()["family_verified"] is False
+    assert "family custom (unverified)" in capsys.readouterr().out
+
+
+def test_a_family_that_ends_a_turn_otherwise_is_refused(project):
+    config = kimi(project)
+    config.write_text(json.dumps(CONFIG | {"eos_token_id": 163593, "vocab_size": 163840}))
+    message = refused(ParamsError)
+    assert "family.name kimi_k2_5 ends a turn with '<|im_end|>' (163586)" in message
+    assert "[163585, 163593]" in message
+
+
+def test_a_switch_that_the_template_ignores_is_refused_before_a_server_starts(
+    model, project, monkeypatch
+):
+    """Kimi's, sent to a model with Qwen's: it would think, or not, whatever is asked."""
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    project.set(**{"generate.thinking_switch": "thinking"})
+    message = refused(ParamsError)
+    assert "generate.thinking_switch" in message
+    assert "does not know 'thinking'" in message
+
+
+def test_a_missing_marker_of_the_family_is_refused(model, project):
+    project.set(**{"family.name": "qwen3", "family.custom": None})
+    message = refused(ParamsError)
+    assert "family.name qwen3: '<|im_end|>' is no single token" in message
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "kimi"])
+def test_a_family_that_is_not_in_the_table_is_refused_before_the_model_is_read(project, name):
+    (project.root / "models/verifier/tokenizer.json").unlink()
+    project.set(**{"family.name": name, "family.custom": None})
+    assert f"family.name {name}" in refused(ParamsError).replace("'", "")
 
 
 # load_verifier

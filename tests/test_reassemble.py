@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import DataError, ParamsError, VerifierError
-from pipeline.records import SequenceRejection, Status
+from pipeline.records import Rejected, SequenceRejection, Status
 from pipeline.resume import file_sha256, jsonl, write_bytes
 from tests.conftest import ROOT
 from tests.fake_server import (
@@ -186,7 +186,7 @@ def test_what_is_odd_about_kept_rows_is_counted(project, trace_of):
     spelt = [USER, *ids("Q"), END, *ids("5"), END, ASSISTANT]
     store(
         [
-            trace_of("Q1", turn("abc", "xy"), key="k1"),
+            trace_of("Q1", turn("abc", "xy"), key="k1", prompt=[USER, END, END, ASSISTANT]),
             trace_of("Q2", three_ends, key="k2"),
             trace_of("Q3", turn("a" * 40, "xy"), key="k3"),
             trace_of("Q4", turn("abc", "x" * 40), key="k4"),
@@ -198,7 +198,7 @@ def test_what_is_odd_about_kept_rows_is_counted(project, trace_of):
     report = project.report("reassemble")
     assert report["think_ends_in_answers"] == 2
     assert (report["cut_in_reasoning"], report["cut_in_answer"]) == (1, 1)
-    assert (report["with_control_text"], report["rebuilt"], report["ablated"]) == (1, 1, 0)
+    assert (report["with_control_text"], report["rebuilt"], report["ablated"]) == (2, 1, 0)
     assert but_zeros(report["rejected"]) == {}
     rows = {row["sample_id"]: row for row in sequences("train")}
     assert [name for name, row in rows.items() if row["control_text"]] == ["Q5_gen0"]
@@ -603,6 +603,22 @@ def test_each_kind_of_disagreement_is_counted_and_shown(project, trace_of, capsy
     assert "of 5 compared, 20.0% of the texts give their ids back" in capsys.readouterr().out
 
 
+def test_the_same_ids_on_the_other_side_of_the_prompts_end_are_a_disagreement(
+    project, traces, trace_of
+):
+    """The server's prompt held the think-start, which this template leaves to the verifier."""
+    prompt = [USER, *ids("Q2"), END, ASSISTANT, THINK]
+    token_ids = turn("\nabc\n", "\n\nxy")[1:]
+    texts = {"reasoning": "\nabc\n", "content": "\n\nxy"}
+    traces[1] = trace_of("Q2", token_ids, prompt=prompt, key="k2", **texts)
+    store(traces)
+    reassemble()
+    [shown] = [
+        r for r in project.rows("data/sequences/disagreements.jsonl") if r["sample_id"] == "Q2_gen0"
+    ]
+    assert (shown["kind"], shown["position"]) == ("other", len(prompt) - 1)
+
+
 def test_examples_of_disagreement_are_few(project, trace_of):
     names = [f"Q{n:02}" for n in range(30)]
     project.ask(*names)
@@ -643,25 +659,44 @@ def test_nothing_to_compare_is_no_share_of_nothing(project, trace_of):
     assert Path("data/sequences/disagreements.jsonl").read_bytes() == b""
 
 
+class Refuses:
+    """A rebuilder to which no text is exact, so that each answer compared is an example."""
+
+    def rebuild(self, trace: dict[str, Any]) -> None:
+        raise Rejected(SequenceRejection.TEXT_NOT_EXACT)
+
+
 def compared(rows: list[dict[str, Any]], max_tokens: int) -> list[str]:
-    """The keys of the answers that are chosen for comparison."""
-    from pipeline.reassemble import ComparisonSample
+    """The answers that are chosen for comparison."""
+    from pipeline.agreement import ComparisonSample
 
     sample = ComparisonSample(max_tokens)
     for row in rows:
         sample.add(row)
-    return sorted(trace["key"] for _, _, trace in sample._largest_first)
+    shares, examples = sample.judge(Refuses())
+    assert shares["compared"] == shares["other"] == len(examples)
+    return [example["sample_id"] for example in examples]
 
 
 def answer(key: str, num_tokens: int = 10, **changes: Any) -> dict[str, Any]:
     ids = {"prompt_token_ids": [1] * 4, "token_ids": [2] * (num_tokens - 4)}
-    return {"key": key, "status": "ok", **ids, **changes}
+    return {"sample_id": key[0], "key": key, "status": "ok", **ids, **changes}
 
 
+@settings(deadline=None)
 @given(order=st.permutations("abcdefgh"), max_tokens=st.integers(10, 100))
 def test_the_smallest_keys_are_compared_up_to_so_many_tokens(order, max_tokens):
     chosen = compared([answer(key * 64) for key in order], max_tokens)
-    assert chosen == [key * 64 for key in "abcdefgh"[: max_tokens // 10]]
+    assert chosen == list("abcdefgh"[: max_tokens // 10])
+
+
+@given(order=st.permutations([("a", 50), ("b", 100), ("c", 150), ("d", 20)]))
+def test_a_short_answer_takes_no_place_from_a_smaller_key(order):
+    assert compared([answer(key, num_tokens) for key, num_tokens in order], 200) == ["a", "b"]
+
+
+def test_two_answers_may_have_one_key():
+    assert compared([answer("a"), answer("a")], 100) == ["a", "a"]
 
 
 def test_one_answer_is_compared_however_long_it_is():

@@ -13,13 +13,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pipeline.agreement import Agreement, agreement
 from pipeline.assembly import Assembler
-from pipeline.errors import VerifierError
 from pipeline.families import FAMILIES
 from pipeline.reasoning import spans_of
-from pipeline.rebuild import Agreement, Rebuilder, Tokens, agreement
+from pipeline.rebuild import Rebuilder, Tokens
 from pipeline.records import Rejected, SequenceRejection
 from tests.real_tokenizers import (
+    DEMO,
+    FAMILY_OF,
     KIMI_SYSTEM,
     MADE,
     OWN_CODE,
@@ -33,7 +35,7 @@ from tests.real_tokenizers import (
 )
 
 pytestmark = pytest.mark.timeout(180)  # the vocabularies take some seconds
-NAMES = list(TEMPLATES)
+NAMES = [*TEMPLATES, DEMO]
 CUT, CUT_LATE = "truncated_in_reasoning", "truncated_in_answer"
 # White space that a model writes after the think-start (if the prompt does not), before the
 # think-end, after it.
@@ -44,6 +46,7 @@ EDGES = {
     "qwen3_5": ("", "\n", "\n\n"),
     "kimi_k2_5": ("", "", ""),
     OWN_CODE: ("", "", ""),
+    DEMO: ("\n", "\n", "\n\n"),
 }
 END = {
     "deepseek_v4": 1,
@@ -52,6 +55,7 @@ END = {
     "qwen3_5": 248046,
     "kimi_k2_5": 163586,
     OWN_CODE: 163586,
+    DEMO: 1021,
 }
 
 
@@ -175,6 +179,7 @@ ASKED = {  # Q1, up to the think block
     "qwen3_5": [248045, 846, 198, 48, 16, 248046, 198, 248045, 74455, 198],
     "kimi_k2_5": KIMI_PROMPT,
     OWN_CODE: KIMI_PROMPT,
+    DEMO: [1020, 305, 198, 48, 16, 1021, 198, 1020, 303, 198],
 }
 OPENED = {  # what the prompt has of the think block
     "deepseek_v4": [128821],
@@ -183,6 +188,7 @@ OPENED = {  # what the prompt has of the think block
     "qwen3_5": [248068, 198],
     "kimi_k2_5": [163606],
     OWN_CODE: [163606],
+    DEMO: [],
 }
 OFF = {  # and with thinking off
     "deepseek_v4": [128822],
@@ -190,6 +196,7 @@ OFF = {  # and with thinking off
     "qwen3_5": [248068, 271, 248069, 271],
     "kimi_k2_5": [163606, 163607],
     OWN_CODE: [163606, 163607],
+    DEMO: [1022, 302, 1023, 302],
 }
 PROMPT = {name: [*ASKED[name], *OPENED[name]] for name in NAMES}
 TURN = {  # R1 and A1, which a server gave without white space around them
@@ -199,6 +206,7 @@ TURN = {  # R1 and A1, which a server gave without white space around them
     "qwen3_5": [49, 16, 198, 248069, 271, 32, 16, 248046],
     "kimi_k2_5": [82, 49, 163607, 65, 49, 163586],
     OWN_CODE: [82, 49, 163607, 65, 49, 163586],
+    DEMO: [1022, 198, 49, 16, 198, 1023, 302, 32, 16, 1021],
 }
 AS_WRITTEN = {  # "\nR1\n\n" and "\n\nA1\n"
     "deepseek_v4": [201, 52, 19, 271, 128822, 271, 35, 19, 201, 1],
@@ -207,6 +215,7 @@ AS_WRITTEN = {  # "\nR1\n\n" and "\n\nA1\n"
     "qwen3_5": [198, 49, 16, 271, 248069, 271, 32, 16, 198, 248046],
     "kimi_k2_5": [10, 82, 49, 268, 163607, 268, 65, 49, 10, 163586],
     OWN_CODE: [10, 82, 49, 268, 163607, 268, 65, 49, 10, 163586],
+    DEMO: [1022, 198, 49, 16, 302, 1023, 302, 32, 16, 198, 1021],
 }
 
 
@@ -229,8 +238,18 @@ def test_reasoning_that_was_cut_has_neither_think_end_nor_end(name, texts):
     """Some servers give it as content."""
     trace = answer(*texts, status=CUT, finish_reason="length")
     written = TURN[name][: TURN[name].index(THINK_IDS[name][1])]
-    expected = written[:-1] if "qwen" in name else written  # without the newline before the end
+    expected = written[:-1] if EDGES[name][1] else written  # not the newline before the end
     assert rebuilder(name).rebuild(trace) == (PROMPT[name], expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("text", ["\n\nR1 ", " R1", "R1\n"])
+def test_reasoning_that_was_cut_is_the_same_in_either_field(name, text):
+    texts = ((text, None), (None, text))
+    one, other = (answer(*both, status=CUT, finish_reason="length") for both in texts)
+    rebuilt = rebuilder(name).rebuild(one)
+    assert rebuilt == rebuilder(name).rebuild(other)
+    assert decoded(name, rebuilt.token_ids).endswith(text)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -356,7 +375,7 @@ def test_no_prompt_depends_on_the_day(name, monkeypatch):
     assert rebuilder(name).prompt_ids(question()) == PROMPT[name]
     dated = loaded(name)
     dated.chat_template = "{{ strftime_now('%Y') }}"
-    with pytest.raises(VerifierError):
+    with pytest.raises(Rejected, match="other_template"):
         Rebuilder(dated, verifier_of(name), params_of(name)).prompt_ids(question())
 
 
@@ -373,7 +392,7 @@ def test_an_earlier_turn_has_no_reasoning(name):
             "<|im_assistant|>assistant<|im_middle|><think>"
         ),
     }
-    history[OWN_CODE] = history["kimi_k2_5"]
+    history |= {name: history[family] for name, family in FAMILY_OF.items()}
     history["qwen3_thinking"] = history["qwen3_5"] = history["qwen3"] + "<think>\n"
     assert tokens.prompt_ids == [*ASKED[name], *encoded(name, history[name])]
     assert "R2" in decoded(name, tokens.token_ids)
@@ -399,21 +418,33 @@ MARKERS = {
     "qwen3_thinking": [151644, 151645, 151644, 151667],
     "qwen3_5": [248045, 248046, 248045, 248068],
     "kimi_k2_5": [163594, 163601, 163586, 163587, 163601, 163586, 163588, 163601, 163606],
+    DEMO: [1020, 1021, 1020],
+}
+# Its end, where there is one, and what opens the verifier's turn.
+BEHIND_THE_QUESTION = {
+    "deepseek_v4": 2,
+    "qwen3": 2,
+    "qwen3_thinking": 3,
+    "qwen3_5": 3,
+    "kimi_k2_5": 4,
+    DEMO: 2,
 }
 
 
 @pytest.mark.parametrize("name", MARKERS)
 def test_the_templates_markers_do_not_depend_on_what_was_said(name):
-    assert rebuilder(name).template_markers(question("<think> twice </think>")) == MARKERS[name]
+    found = rebuilder(name).template_markers(question("<think> twice </think>"))
+    assert found.all == MARKERS[name]
+    assert found.behind == MARKERS[name][-BEHIND_THE_QUESTION[name] :]
 
 
 def test_the_templates_markers_are_found_out_once_for_the_same_roles():
     tokenizer = loaded("qwen3")
     made = Rebuilder(tokenizer, verifier_of("qwen3"), params_of("qwen3"))
-    assert made.template_markers(question()) == MARKERS["qwen3"]
+    assert made.template_markers(question()).all == MARKERS["qwen3"]
     tokenizer.chat_template = "{{ raise_exception('asked again') }}"
-    assert made.template_markers(question("another")) == MARKERS["qwen3"]
-    with pytest.raises(VerifierError, match="asked again"):
+    assert made.template_markers(question("another")).all == MARKERS["qwen3"]
+    with pytest.raises(Rejected, match="other_template"):
         made.template_markers([{"role": "system", "content": "S"}, *question()])
 
 
@@ -430,7 +461,7 @@ def markers_of(family: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "marker"),
-    [(name, marker) for name in NAMES if name in FAMILIES for marker in markers_of(name)],
+    [(name, marker) for name in NAMES for marker in markers_of(FAMILY_OF.get(name, name))],
 )
 def test_text_that_spells_a_marker_is_rejected(name, marker):
     """Whether it was generated as the token or in letters, text does not say."""
@@ -447,7 +478,7 @@ def test_text_that_spells_a_marker_is_rejected(name, marker):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_another_familys_markers_are_ordinary_text(name):
-    own = set(markers_of("kimi_k2_5" if name == OWN_CODE else name))
+    own = set(markers_of(FAMILY_OF.get(name, name)))
     foreign = {marker for family in FAMILIES for marker in markers_of(family)} - own
     assert len(foreign) > 10
     for marker in foreign:

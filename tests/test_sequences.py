@@ -148,6 +148,19 @@ def test_nothing_takes_its_place_before_the_end(tmp_path):
     assert len(load_split(tmp_path / "train")) == 600
 
 
+def test_no_rows_are_a_folder_of_no_rows(tmp_path):
+    write(tmp_path / "train", 0)
+    found = load_split(tmp_path / "train")
+    assert len(found) == 0
+    assert tuple(found.column_names) == SEQUENCE_COLUMNS
+
+
+def test_a_row_of_another_shape_leaves_nothing(tmp_path):
+    with pytest.raises(KeyError), SequenceWriter(tmp_path / "train") as writer:
+        writer.add({"input_ids": np.arange(3)})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_new_folder_replaces_all_of_an_old_one(tmp_path):
     expected = write(tmp_path / "other", 3)
     write(tmp_path / "train", 600)
@@ -156,13 +169,13 @@ def test_a_new_folder_replaces_all_of_an_old_one(tmp_path):
 
 
 def test_what_a_killed_run_left_does_no_harm(tmp_path):
+    expected = write(tmp_path / "other", 3)
     left = tmp_path / "train.tmp"
     (left / "whole").mkdir(parents=True)
     (left / "rows.arrow").write_bytes(b"half a row")
-    (left / "whole/state.json").write_bytes(b"{")
-    write(tmp_path / "train", 3)
-    assert [path.name for path in tmp_path.iterdir()] == ["train"]
-    assert len(load_split(tmp_path / "train")) == 3
+    (left / "whole/data-00000-of-00002.arrow").write_bytes(b"half a row")
+    assert write(tmp_path / "train", 3) == expected
+    assert not left.exists()
 
 
 # who reads it

@@ -92,7 +92,8 @@ class Family(Section):
     prefilled: bool | None
     """whether the generation prompt opens the think block; None: some versions do, some do not"""
     before_think_start: WhiteSpace
-    """the white space that the model itself writes there (and below), when its text lacks it"""
+    """the white space that the model writes there, put in where a text lacks it; the three below
+    likewise, after the think-start only if the prompt does not go on there"""
     after_think_start: WhiteSpace
     before_think_end: WhiteSpace
     after_think_end: WhiteSpace

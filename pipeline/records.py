@@ -138,7 +138,7 @@ class SequenceRejection(StrEnum):
     CONTROL_TOKEN = "control_token"  # a control token inside the generated turn
     USAGE = "usage"  # token counts differ from what the server billed
     NO_TOKEN_IDS = "no_token_ids"  # text alone is no exact sequence (reassemble.source: ids)
-    TEXT_NOT_EXACT = "text_not_exact"  # the text spells a think or control token, or is no UTF-8
+    TEXT_NOT_EXACT = "text_not_exact"  # the text spells a control token, or does not come back
     BOS = "bos"  # not as many BOS in the prompt as the chat template writes
     CONTROL_TEXT = "control_text"  # a control token that a user wrote (reassemble.on_control_text)
     OTHER_TEMPLATE = "other_template"  # no prompt that the verifier's chat template makes

@@ -128,9 +128,9 @@ def check_text_comes_back(name: str, reasoning: str, content: str) -> None:
     ids = [*tokens.prompt_ids, *tokens.token_ids]
     spans = spans_of(*tokens, verifier_of(name))
     after_start, before_end, after_end = EDGES[name]
-    after_start = "" if reasoning[:1].isspace() else after_start
-    before_end = "" if reasoning[-1:].isspace() else before_end
-    after_end = "" if content[:1].isspace() else after_end
+    after_start = "" if not reasoning or reasoning[0].isspace() else after_start
+    before_end = "" if not reasoning or reasoning[-1].isspace() else before_end
+    after_end = "" if not content or content[0].isspace() else after_end
     assert decoded(name, ids[slice(*spans.reasoning)]) == after_start + reasoning + before_end
     assert decoded(name, ids[slice(*spans.answer)]) == after_end + content
     assert ids[spans.reasoning[1]] == end_id
@@ -256,6 +256,14 @@ def test_reasoning_that_was_cut_is_the_same_in_either_field(name, text):
 def test_an_answer_that_was_cut_has_no_end(name):
     trace = answer("R1", "A1", status=CUT_LATE, finish_reason="length")
     assert rebuilder(name).rebuild(trace) == (PROMPT[name], TURN[name][:-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("content", [None, ""])
+def test_an_answer_that_was_cut_before_it_began_ends_with_the_think_end(name, content):
+    trace = answer("R1", content, status=CUT_LATE, finish_reason="length")
+    end = TURN[name].index(THINK_IDS[name][1]) + 1
+    assert rebuilder(name).rebuild(trace) == (PROMPT[name], TURN[name][:end])
 
 
 @pytest.mark.parametrize("name", OFF)

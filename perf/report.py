@@ -56,7 +56,7 @@ def table(results: Results) -> str:
     for name, row in sorted(results.items()):
         least, most = row["spread"]
         rows.append(
-            f"| `{name}` | {row['value']:.2f} | {least:.2f} – {most:.2f} | {row['num_runs']} "
+            f"| `{name}` | {row['value']:,.2f} | {least:,.2f} – {most:,.2f} | {row['num_runs']} "
             f"| `{row['command']}` |"
         )
     return "\n".join(rows) + "\n"

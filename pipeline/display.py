@@ -38,7 +38,7 @@ MEANINGS: dict[StrEnum, str] = {
     SequenceRejection.CONTROL_TOKEN: "a control token stands inside the generated turn",
     SequenceRejection.USAGE: "the server billed another number of tokens",
     SequenceRejection.NO_TOKEN_IDS: "the server gave no token ids, and reassemble.source is ids",
-    SequenceRejection.TEXT_NOT_EXACT: "its text spells a control token, or does not come back as it was",
+    SequenceRejection.TEXT_NOT_EXACT: "its text spells a control token, or does not come back",
     SequenceRejection.BOS: "the prompt has not as many begin tokens as the chat template writes",
     SequenceRejection.CONTROL_TEXT: "a user wrote a control token into the question",
     SequenceRejection.OTHER_TEMPLATE: "the prompt is none that the chat template makes",

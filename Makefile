@@ -11,11 +11,12 @@ PYTEST := .venv/bin/python -m pytest
 export DVC_NO_ANALYTICS    := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup repro verifier inspect test test-fast test-full perf lint format
+.PHONY: help setup repro verifier inspect parity verify-states \
+        test test-fast test-full perf lint format
 
 help:
 	@awk '/^## / { about = substr($$0, 4); next } \
-	      about && /^[a-z-]+:/ { sub(/:.*/, ""); printf "make %-10s %s\n", $$0, about } \
+	      about && /^[a-z-]+:/ { sub(/:.*/, ""); printf "make %-13s %s\n", $$0, about } \
 	      { about = "" }' $(MAKEFILE_LIST)
 
 ## Makes .venv from the exact pins in requirements/ (minutes the first time, then nothing)
@@ -41,6 +42,14 @@ verifier: setup
 inspect: setup
 	@.venv/bin/python -m pipeline.inspect $(ARGS)
 
+## Compares the hidden states of 8 sequences with transformers' and the server's own tokens
+parity: setup
+	@.venv/bin/python -m pipeline.parity
+
+## Reads every shard of hidden states; removes what is damaged (docs/hidden_states.md)
+verify-states: setup
+	@.venv/bin/python -m pipeline.verify_states
+
 ## Checks style and types, then runs the tests, one run of the real pipeline among them
 test: lint
 	$(PYTEST) -m "not full"
@@ -53,12 +62,14 @@ test-fast: setup
 test-full: lint
 	$(PYTEST)
 
-## Measures generate and reassemble beside speculators, memory, verdict (docs/performance.md)
+## Measures generate, reassemble, hidden states beside speculators (docs/performance.md)
 perf: setup
 	.venv/bin/python -m perf.throughput
 	.venv/bin/python -m perf.client
 	.venv/bin/python -m perf.verdict
 	.venv/bin/python -m perf.reassembly
+	.venv/bin/python -m perf.extraction
+	.venv/bin/python -m perf.states
 	.venv/bin/python -m perf.report
 
 ## Checks style (ruff) and types (mypy)

@@ -1,4 +1,4 @@
-"""How fast generation and reassembly are beside other programs, and what they hold in memory.
+"""How fast generation, reassembly and hidden states are beside other programs, and what they take.
 
     make perf        # all of it, into reports/perf.json and docs/performance.md
 
@@ -6,12 +6,14 @@
     client           this project and speculators against a server that costs nothing; memory
     verdict          how long a server that does not reason is believed
     reassembly       reassemble alone, and beside speculators' prepare-data; memory
+    extraction       hidden states out of vLLM, beside speculators and bare prefill
+    states           hidden states on disk: size, and the loader beside speculators'
     compare          the clients, taking turns
     stopwatch        the time, taken in the server
     stub_server      the server that costs nothing
     project          the scratch project they work in
     report           the figures on disk and in the docs
 
-The first four run alone (`python -m perf.verdict`) and take sizes for a short trial (`--help`),
+The first six run alone (`python -m perf.verdict`) and take sizes for a short trial (`--help`),
 which is printed and not kept.
 """

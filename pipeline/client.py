@@ -46,6 +46,7 @@ REFUSED = frozenset({400, 413, 422})
 HOPELESS = frozenset({401, 403, 404})
 GATEWAY_TIMED_OUT = frozenset({504, 524})  # 524: Cloudflare's
 CONNECT_S = 30.0
+CHAT = "/chat/completions"
 TOKENIZE_S = 60.0
 
 
@@ -148,7 +149,7 @@ async def _ask(request: Request, pool: Pool) -> Answer:
         server = pool.next_one(tried)
         tried.append(server)
         budget, asked_at = request.body.get("max_tokens"), time.monotonic()
-        reply = await _send(request, server)
+        reply = await send(request, server)
         match reply.outcome:
             case "answered" | "timed_out":
                 break
@@ -166,14 +167,14 @@ async def _ask(request: Request, pool: Pool) -> Answer:
             case "busy":
                 num_busy += 1
                 num_in_vain += not pool.is_at_work(asked_at)  # whoever is answered makes room
-                pause_s = _pause_s(num_busy, reply.retry_after_s)
+                pause_s = backoff_s(num_busy, reply.retry_after_s)
                 pool.busy(server, pause_s)
                 if any(other.is_sound for other in pool.servers):  # and named no time
-                    pause_s = _pause_s(num_busy)
+                    pause_s = backoff_s(num_busy)
             case "failed":
                 num_faults += 1
                 num_in_vain += 1
-                pause_s = _pause_s(num_faults)
+                pause_s = backoff_s(num_faults)
                 pool.failed(server, reply.error)
     if reply.outcome == "answered":
         pool.answered(server)
@@ -184,7 +185,7 @@ async def _ask(request: Request, pool: Pool) -> Answer:
     return Answer(request.key, reply.body, error, outcome, len(tried), server.endpoint, budget)
 
 
-class _Reply(NamedTuple):
+class Reply(NamedTuple):
     """How one attempt went."""
 
     outcome: str  # answered | refused | timed_out | busy | failed
@@ -193,42 +194,42 @@ class _Reply(NamedTuple):
     retry_after_s: float = 0.0
 
 
-async def _send(request: Request, server: Server) -> _Reply:
-    """Raises BadRun when the server refuses key or model."""
+async def send(request: Request, server: Server, path: str = CHAT) -> Reply:
+    """One attempt. Raises BadRun when the server refuses key or model."""
     try:
         async with server.asked():
-            body = await _post(server, request)
+            body = await _post(server, request, path)
         if body.get("error") and not body.get("choices"):  # some gateways say so with HTTP 200
-            return _Reply("failed", error=f"HTTP 200: {_safe(str(body['error']))}")
-        return _Reply("answered", body)
+            return Reply("failed", error=f"HTTP 200: {_safe(str(body['error']))}")
+        return Reply("answered", body)
     except openai.APIStatusError as status:
         error, code = server_words(status), status.status_code
         if code in HOPELESS:
             raise BadRun(f"{server.endpoint.base_url} says {error}") from None
         if code in REFUSED:
-            return _Reply("refused", error=error)
+            return Reply("refused", error=error)
         if code in GATEWAY_TIMED_OUT:
-            return _Reply("timed_out", error=error)
+            return Reply("timed_out", error=error)
         if code in BUSY:
-            return _Reply("busy", error=error, retry_after_s=_retry_after_s(status.response))
-        return _Reply("failed", error=error)
+            return Reply("busy", error=error, retry_after_s=_retry_after_s(status.response))
+        return Reply("failed", error=error)
     except TimeoutError:
-        return _Reply("failed", error="the server hung")
+        return Reply("failed", error="the server hung")
     except orjson.JSONDecodeError as torn:
-        return _Reply("failed", error=f"an answer that is no JSON: {torn}")
+        return Reply("failed", error=f"an answer that is no JSON: {torn}")
     except openai.APIConnectionError as lost:
         if isinstance(lost.__cause__, httpx2.ReadTimeout):  # a connect time-out generated nothing
-            return _Reply("timed_out", error="timed out")
+            return Reply("timed_out", error="timed out")
         cause = lost.__cause__ or lost  # of which the client's own name for it may be wrong
-        return _Reply("failed", error=f"no answer: {str(cause) or type(cause).__name__}")
+        return Reply("failed", error=f"no answer: {str(cause) or type(cause).__name__}")
 
 
-async def _post(server: Server, request: Request) -> dict[str, Any]:
+async def _post(server: Server, request: Request, path: str) -> dict[str, Any]:
     """The raw JSON: `"reasoning": ""`, null and absent stay apart, and thousands of token ids need
     no model object. Nor does the request: `chat.completions.create` would look at each message
     anew, for 0.2 ms of CPU a request."""
     response = await server.client.post(
-        "/chat/completions",
+        path,
         body={"model": server.endpoint.model, **request.body},
         cast_to=httpx2.Response,
     )
@@ -261,7 +262,7 @@ async def _room(request: Request, server: Server) -> int | None:
         return None
 
 
-def _pause_s(nth: int, retry_after_s: float = 0.0) -> float:
+def backoff_s(nth: int, retry_after_s: float = 0.0) -> float:
     """Before the next attempt. Those refused in one moment must not come back in one."""
     if retry_after_s:
         return retry_after_s * random.uniform(1, 1.25)

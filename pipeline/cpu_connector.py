@@ -35,9 +35,10 @@ class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
             return
         assert self._kv_cache is not None
         blocks = torch.tensor(pending.block_ids, dtype=torch.long)  # [blocks]
+        num_tokens = len(pending.token_ids)
         slots = torch.arange(self._block_size) + blocks[:, None] * self._block_size
         hidden_states = extract_from_kv_cache(  # [T, layers, H], a copy: the blocks are freed next
-            self._kv_cache, slots.flatten(), pending.token_ids.shape[0]
+            self._kv_cache, slots.flatten()[:num_tokens], num_tokens
         )
         tensors = {
             "hidden_states": hidden_states.contiguous(),

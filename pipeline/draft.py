@@ -16,7 +16,7 @@ from speculators.train.cli import create_transformer_layer_config
 from pipeline.devices import attention
 from pipeline.errors import DataError
 from pipeline.params import Params
-from pipeline.resume import write_json
+from pipeline.resume import read_json, write_json
 from pipeline.verifier import SMALL_FILES, VerifierIdentity
 
 # Weights in other formats are neither fingerprinted nor loaded.
@@ -109,6 +109,22 @@ def save_draft(
         file.chmod(0o644)  # safetensors makes files for the owner alone
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
+
+
+def draft_layer_ids(folder: Path) -> list[int]:
+    """The layers whose states vLLM will feed to the draft."""
+    layer_ids: list[int] = read_json(folder / "config.json")["eagle_aux_hidden_state_layer_ids"]
+    return layer_ids
+
+
+def check_layer_ids(folder: Path, layer_ids: list[int]) -> None:
+    """Raises DataError when a draft asks for other layers than it is trained or judged on."""
+    found = draft_layer_ids(folder)
+    if found != layer_ids:
+        raise DataError(
+            f"{folder}/config.json names layers {found}, but extract.layer_ids is {layer_ids}; "
+            "`dvc repro` trains it anew"
+        )
 
 
 def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> Eagle3DraftModel:

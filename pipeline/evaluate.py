@@ -29,7 +29,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from torch.nn.functional import pad
 
 from pipeline.devices import ATTENTION_BLOCK, training_device
-from pipeline.draft import load_draft
+from pipeline.draft import check_layer_ids, load_draft
 from pipeline.errors import DataError
 from pipeline.params import load_params
 from pipeline.progress import progress_bar
@@ -246,6 +246,7 @@ def main() -> None:
     rows = load_split(HELD_OUT)
     layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
     held_out = states.of(rows, layer_ids, verifier.weights_fingerprint)
+    check_layer_ids(DRAFT, params.extract.layer_ids)
     draft = load_draft(DRAFT, getattr(torch, params.verifier.dtype), device)
     lookup = (params.benchmark.prompt_lookup_min, params.benchmark.prompt_lookup_max)
     answers, ngram_answers = [], []

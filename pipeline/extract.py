@@ -3,7 +3,8 @@
     python -m pipeline.extract
 
 reads   data/sequences/{train,held_out}, data/verifier.json
-writes  data/hidden_states/ (see pipeline.shards), reports/extract.json
+writes  data/hidden_states/ (see pipeline.shards; parity.json is the parity gate's, see
+        pipeline.parity), reports/extract.json
 params  extract.*, and of verifier.* what its server needs (all but model, revision, parser)
 
 Shard i holds the sequences, one a turn, whose prompt_index lies in [i·n, (i+1)·n), where n is
@@ -13,6 +14,7 @@ copied. Only the rest is asked of vLLM, which runs each sequence through the ver
 (see pipeline.capture).
 """
 
+from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,15 @@ from pipeline.manifest import (
 )
 from pipeline.params import Params, load_params
 from pipeline.records import HIDDEN_STATES, SEQUENCES, Ablation, Split, count_by
-from pipeline.resume import TEMP_SUFFIX, content_key, one_writer, write_json
+from pipeline.resume import TEMP_SUFFIX, content_key, one_writer, read_json, write_json
 from pipeline.sequences import load_split
+from pipeline.server import Endpoint
 from pipeline.stage import run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
 
 METRICS_PATH = Path("reports/extract.json")
+MADE_BY = ("weights_fingerprint", "served_as", "layer_ids")
+PARITY = "parity.json"  # beside the shards: what the parity gate measured, and on which settings
 
 
 def load_sequences(folder: Path) -> Dataset:
@@ -131,6 +136,21 @@ def report(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def parity_figures(folder: Path, manifest: Manifest) -> dict[str, Any] | None:
+    """What the parity gate (pipeline.parity) measured on the settings of the shards."""
+    if not (folder / PARITY).exists():
+        return None
+    found = read_json(folder / PARITY)
+    for shard in manifest.shards:
+        if any(getattr(shard, name) != found["settings"][name] for name in MADE_BY):
+            return None
+    return {
+        "reference_max_error": found["max_errors"] and max(found["max_errors"]),
+        "together_max_error": found["together_max_error"],
+        "top1_agreement": found["top1_agreement"],
+    }
+
+
 def main() -> None:
     params, verifier = load_params(), load_verifier()
     sequences = load_sequences(SEQUENCES)
@@ -145,13 +165,22 @@ def main() -> None:
         if todo.to_make:
             # Here and not above: torch and vLLM's client take seconds to load, for nothing mostly.
             from pipeline.capture import make_shards
+            from pipeline.parity import prove
+            from pipeline.room import check_room
+            from pipeline.states_server import states_endpoints
 
-            made = make_shards(todo, sequences, params, verifier, HIDDEN_STATES)
+            check_room(todo, params, verifier, HIDDEN_STATES)
+            nobody = nullcontext[list[Endpoint]]([])
+            with states_endpoints(params, verifier) if todo.to_ask else nobody as endpoints:
+                if todo.to_ask:
+                    settings = next(iter(todo.to_make.values()))
+                    prove(endpoints, sequences, params, verifier, settings, HIDDEN_STATES)
+                made = make_shards(todo, sequences, params, verifier, HIDDEN_STATES, endpoints)
         prune(HIDDEN_STATES, set(wanted))
         shards = {**todo.kept, **made}
         manifest = Manifest(shards=[shards[name] for name in sorted(shards)])
         write_json(HIDDEN_STATES / MANIFEST, manifest.model_dump())
-    metrics = report(manifest)
+    metrics = {**report(manifest), "parity": parity_figures(HIDDEN_STATES, manifest)}
     write_json(METRICS_PATH, metrics)
     print(
         f"{metrics['rows_stored']} of {metrics['rows_in']} sequences stored: {metrics['tokens']} "

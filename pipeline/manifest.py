@@ -36,6 +36,9 @@ class StatesRejection(StrEnum):
 
 
 TRANSIENT = frozenset({StatesRejection.TIMED_OUT, StatesRejection.FAILED})
+# A shard of float32 has lost nothing of what the server computed, and these have its range: states
+# stored in them are float32's, rounded. float16 has not, and what overflows there is rejected.
+ROUNDED_FROM = {"bfloat16": "float32", "float8_e4m3": "float32"}
 
 
 class SequenceRecord(BaseModel):
@@ -170,7 +173,7 @@ class Plan:
     kept: dict[str, ShardFile]
     to_make: dict[str, ShardEntry]
     known: dict[str, tuple[str, int]]
-    """ids_sha256: (file, row) of states that can be copied instead of asked for"""
+    """ids_sha256: (file, row) of states that can be copied or rounded instead of asked for"""
 
     @property
     def to_ask(self) -> list[SequenceRecord]:
@@ -183,8 +186,9 @@ def plan(wanted: dict[str, ShardEntry], there: dict[str, ShardFile]) -> Plan:
     kept = {n: there[n] for n, entry in wanted.items() if n in there and _is(there[n], entry)}
     to_make = {name: entry for name, entry in wanted.items() if name not in kept}
     needed = {
-        (*_made_as(entry), record.ids_sha256): record.num_last_states
+        (*made_as, record.ids_sha256): record.num_last_states
         for entry in to_make.values()
+        for made_as in (_made_as(entry), _made_as(entry, ROUNDED_FROM.get(entry.dtype)))
         for record in entry.sequences
     }
     known = {}
@@ -204,5 +208,6 @@ def _is(there: ShardFile, wanted: ShardEntry) -> bool:
     return _made_as(there) == _made_as(wanted) and asked_for == wanted.sequences
 
 
-def _made_as(entry: ShardEntry) -> tuple[str, str, str, str]:
-    return (str(entry.layer_ids), entry.dtype, entry.weights_fingerprint, entry.served_as)
+def _made_as(entry: ShardEntry, dtype: str | None = None) -> tuple[str, str, str, str]:
+    """What decides the values of a shard, or of one in another dtype."""
+    return (str(entry.layer_ids), dtype or entry.dtype, entry.weights_fingerprint, entry.served_as)

@@ -197,7 +197,7 @@ class Extract(Section):
 
     endpoints: list[str]
     layer_ids: Annotated[list[CountOrZero], Field(min_length=3, max_length=3)]
-    dtype: Dtype
+    dtype: Dtype | Literal["float8_e4m3"]
     samples_per_shard: Count
     concurrency: Count
     timeout_s: Count

@@ -14,27 +14,46 @@ from pathlib import Path
 
 import torch
 
+from pipeline.errors import VerifierError
 from pipeline.params import Params, Verifier, endpoints_from
+from pipeline.room import require, staging_bytes
 from pipeline.server import Endpoint, meet_all, serve, speculative_args
 from pipeline.verifier import VerifierIdentity
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = Path("/dev/shm")
 STAGING_ON_DISK = Path("data/.staging")
-STAGING_BYTES = 4 << 30  # room for the requests in flight
 
 
 @contextmanager
 def states_endpoints(params: Params, verifier: VerifierIdentity) -> Iterator[list[Endpoint]]:
-    """The running servers that were named, or one of our own."""
+    """The running servers that were named, or one of our own.
+
+    Raises:
+        VerifierError: a server serves something else, or has no room for one token more.
+        UserError: there is no room for what the server stages.
+    """
     named = endpoints_from("PIPELINE_EXTRACT_ENDPOINTS", params.extract.endpoints)
     if named:
-        yield meet_all(named, params.verifier)
+        endpoints = meet_all(named, params.verifier)
+        for endpoint in endpoints:
+            _check_context(endpoint, params.verifier.max_model_len + 1)
+        yield endpoints
         return
-    with _staging_folder() as staging:
+    with _staging_folder(staging_bytes(params, verifier)) as staging:
         layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
         with serve(_server(params.verifier), "extract", _server_args(layer_ids, staging)) as server:
             yield [server]
+
+
+def _check_context(endpoint: Endpoint, needed: int) -> None:
+    if endpoint.max_model_len < needed:
+        raise VerifierError(
+            f"{endpoint.base_url} serves {endpoint.max_model_len} tokens of context; a server in "
+            f"extract.endpoints needs verifier.max_model_len and one more, which vLLM insists on "
+            f"generating: --max-model-len {needed} (with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 where the "
+            "model's own context ends there)"
+        )
 
 
 def _server(verifier: Verifier) -> Verifier:
@@ -88,15 +107,19 @@ def _connector() -> dict[str, str]:
 
 
 @contextmanager
-def _staging_folder() -> Iterator[Path]:
-    """In memory where there is room. The name is the same for each run in this folder, so that what
-    a killed run left is removed by the next (the stage has one writer)."""
+def _staging_folder(needed: int) -> Iterator[Path]:
+    """In memory where there is room for as many bytes, else on disk. The name is the same for each
+    run in this folder, so that what a killed run left is removed by the next (the stage has one
+    writer). Raises UserError when there is no room anywhere."""
     name = f"hidden-states-{os.getuid()}-{hashlib.sha256(os.getcwd().encode()).hexdigest()[:12]}"
-    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= STAGING_BYTES
+    # First what a killed run left: it may be what fills the room.
+    for left in (SHARED_MEMORY / name, STAGING_ON_DISK):
+        shutil.rmtree(left, ignore_errors=True)
+    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed
     staging = SHARED_MEMORY / name if roomy else STAGING_ON_DISK.resolve()
-    shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
+        require(staging, needed, "the requests in flight", "a smaller extract.concurrency")
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)

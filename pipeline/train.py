@@ -25,15 +25,16 @@ from loguru import logger as loguru_logger
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.models.eagle3.data import shift_batch
 from speculators.train.cli import set_seed
-from speculators.train.data import ArrowDataset, CollateFn
+from speculators.train.data import CollateFn
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 from speculators.train.trainer import Trainer, TrainerConfig
 from torch.utils.data import DataLoader
 from transformers.utils import logging as transformers_logging
 
 from pipeline.devices import losses, num_loader_workers, training_device
-from pipeline.draft import load_vocabulary, new_draft, save_draft
+from pipeline.draft import check_layer_ids, load_vocabulary, new_draft, save_draft
 from pipeline.errors import BadRun, DataError
+from pipeline.loading import Rows, StatesDataset
 from pipeline.params import Params, Train, load_params
 from pipeline.progress import Bar, progress_bar
 from pipeline.records import DRAFT, HIDDEN_STATES, SEQUENCES, Split
@@ -50,7 +51,7 @@ CURVE_POINTS = 200
 TTT_STEP_LOSS_DECAY = 1.0  # every draft token counts the same
 
 
-class SequenceDataset(ArrowDataset):
+class SequenceDataset(StatesDataset):
     """One split of data/sequences with its states from the shards.
 
     Raises:
@@ -95,7 +96,7 @@ class SequenceDataset(ArrowDataset):
             hidden_states_dtype=getattr(torch, params.train.dtype),
         )
         self.sequences = sequences
-        self.data = sequences.with_format("torch", columns=["input_ids", "loss_mask"])
+        self.data = Rows(sequences)
         self.approx_lengths: list[int] = list(lengths)
 
 
@@ -269,6 +270,7 @@ def main() -> None:
     with progress_bar("training", params.train.num_steps, "steps") as bar:
         validation = trainer.run(params.train.num_steps, lambda: curve.after_step(bar))
     save_draft(draft, DRAFT, getattr(torch, params.verifier.dtype), provenance(training))
+    check_layer_ids(DRAFT, params.extract.layer_ids)
     write_bytes(CURVE, curve.csv(params.train.ttt_steps))
     metrics = report(training, held_out, params.train, validation)
     write_json(METRICS_PATH, metrics)

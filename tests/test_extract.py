@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline import extract, states_server
-from pipeline.errors import DataError, ServerError, UserError, VerifierError
+from pipeline import capture, extract, parity, room, states_server
+from pipeline.errors import DataError, ServerError, ServerStopped, UserError, VerifierError
+from pipeline.manifest import load_manifest
 from pipeline.resume import one_writer
 from pipeline.shards import HiddenStates
 from tests.small_sequences import (
@@ -114,6 +116,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatesSe
     write_verifier(tmp_path, weights=[])
     write_sequences(tmp_path, ROWS)
     fake = StatesServer(tmp_path / "staging")
+    # Its states are no verifier's: tests/test_parity.py has the gate.
+    monkeypatch.setattr(parity, "prove", lambda *_: None)
     monkeypatch.setenv("PIPELINE_EXTRACT_ENDPOINTS", fake.base_url)
     yield fake
     fake.close()
@@ -136,6 +140,10 @@ def files() -> dict[str, tuple[bytes, int]]:
 
 def report() -> Any:
     return json.loads(Path("reports/extract.json").read_text())
+
+
+def status() -> Any:
+    return json.loads(Path("logs/extract.status.json").read_text())
 
 
 def test_states_are_those_of_the_server(server: StatesServer) -> None:
@@ -289,6 +297,14 @@ def test_a_damaged_shard_is_made_again(server: StatesServer) -> None:
     assert {name: data for name, (data, _) in files().items()} == before
 
 
+WITHOUT_THE_GATE = """
+from pipeline import extract, parity
+
+parity.prove = lambda *_: None
+extract.main()
+"""
+
+
 def test_a_killed_run_goes_on_where_it_was(server: StatesServer) -> None:
     killed, first = threading.Event(), [row["input_ids"] for row in ROWS[:4]]
 
@@ -298,7 +314,7 @@ def test_a_killed_run_goes_on_where_it_was(server: StatesServer) -> None:
 
     server.spoil = wait_for_the_kill
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline.extract"],
+        [sys.executable, "-c", WITHOUT_THE_GATE],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
     )
@@ -324,15 +340,321 @@ def test_a_second_writer_is_told(server: StatesServer) -> None:
         extract.main()
 
 
+# In flight and in memory
+
+
+def test_the_longest_of_a_shard_are_asked_first(server: StatesServer) -> None:
+    write_params(extract={"concurrency": 1})
+    extract.main()
+    order = [ROWS.index(row) for ids in server.asked for row in ROWS if row["input_ids"] == ids]
+    assert order == [3, 2, 1, 0, 7, 6, 5, 4, 9, 8]
+
+
+def test_a_slow_disk_holds_the_model_up(
+    server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten shards of one sequence, room for two: the others are not even opened."""
+    in_memory: list[int] = [0]
+
+    class Slow(capture.ShardWriter):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            in_memory.append(in_memory[-1] + 1)
+
+        def write(self) -> Any:
+            time.sleep(0.1)
+            entry = super().write()
+            in_memory.append(in_memory[-1] - 1)
+            return entry
+
+    monkeypatch.setattr(capture, "ShardWriter", Slow)
+    write_params(extract={"samples_per_shard": 1, "concurrency": 8})
+    extract.main()
+    assert max(in_memory) == 2
+    assert report()["shards"] == 10
+
+
+def test_requests_go_on_while_a_shard_is_written(
+    server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a single worker too: the first shard is not written before the second is asked for."""
+    second_asked = threading.Event()
+    server.spoil = lambda ids, *_: second_asked.set() if ids == ROWS[4]["input_ids"] else None
+    write = capture.ShardWriter.write
+
+    def waits(shard: Any) -> Any:
+        assert second_asked.wait(30)
+        return write(shard)
+
+    monkeypatch.setattr(capture.ShardWriter, "write", waits)
+    write_params(extract={"concurrency": 1})
+    extract.main()
+    assert report()["rows_stored"] == 10
+
+
+def test_what_is_said_of_a_run(server: StatesServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.spoil = bad_request
+    extract.main()
+    found = status()
+    manifest = load_manifest(FOLDER)
+    assert found["state"] == "done"
+    assert (found["total"], found["done"], found["in_flight"]) == (10, 10, 0)
+    assert found["tokens"] == 8 * 10 + 45 - len(BAD)
+    assert (found["shards"], found["shards_written"]) == (3, 3)
+    assert found["bytes_written"] == sum(shard.num_bytes for shard in manifest.shards)
+    assert found["bytes_free"] > 0
+    assert found["seconds_left"] == 0
+    assert found["rejected"] == {"refused": 1}
+
+
+# Room
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3"])
+def test_what_a_shard_takes_is_known_before(server: StatesServer, dtype: str) -> None:
+    write_params(extract={"dtype": dtype})
+    extract.main()
+    for shard in load_manifest(FOLDER).shards:
+        foretold = room.num_bytes(shard.entry(), HIDDEN_SIZE)
+        assert shard.num_bytes <= foretold <= shard.num_bytes + room.PAGE
+
+
+def test_too_little_room_is_told_before_anything_is_asked(
+    server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(".")._replace(free=20_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(
+        UserError, match=r"need 0.0\d\d MB, but 0.020 MB are free in .*extract.dtype"
+    ):
+        extract.main()
+    assert server.asked == []
+
+
+def test_what_is_replaced_makes_room_and_what_is_copied_from_does_not(
+    server: StatesServer,
+) -> None:
+    extract.main()
+    sizes = {shard.file: shard.num_bytes for shard in load_manifest(FOLDER).shards}
+    todo = extract.plan(
+        {
+            name: entry.model_copy(update={"layer_ids": [0, 1, 3, 4]})
+            for name, entry in wanted().items()
+        },
+        extract.survey(FOLDER),
+    )
+    each = [room.num_bytes(entry, HIDDEN_SIZE) for entry in todo.to_make.values()]
+    old = list(sizes.values())
+    most = max(sum(each[: n + 1]) - sum(old[:n]) for n in range(3))
+    assert room.most_bytes(todo, HIDDEN_SIZE, FOLDER) == most
+    copied = {f"{n}": (name, 0) for n, name in enumerate(sizes)}
+    assert room.most_bytes(replace(todo, known=copied), HIDDEN_SIZE, FOLDER) == sum(each)
+
+
+def wanted() -> Any:
+    sequences = extract.load_sequences(extract.SEQUENCES)
+    return extract.wanted_shards(sequences, extract.load_params(), extract.load_verifier())
+
+
+@pytest.fixture
+def small_disk(server: StatesServer) -> Iterator[Path]:
+    """data/hidden_states on a file system of 128 kB, which has room for the shards."""
+    FOLDER.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(FOLDER)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small file system")
+    yield FOLDER.resolve()
+    subprocess.run(["umount", "-l", str(FOLDER.resolve())], check=True)
+
+
+@pytest.mark.parametrize("looks_first", [True, False])
+def test_a_disk_that_fills_up_stops_the_run_and_keeps_what_is_stored(
+    server: StatesServer,
+    small_disk: Path,
+    looks_first: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Somebody else fills it after the first shard; found by a look at it, or by the write."""
+    if not looks_first:
+        monkeypatch.setattr(capture, "require", lambda *_: None)
+    first, filler = small_disk / "shard-00000.safetensors", small_disk / "filler"
+
+    def fill(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+        if ids == ROWS[4]["input_ids"]:  # the last to be asked of its shard
+            while not first.exists():
+                time.sleep(0.01)
+            filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
+
+    server.spoil = fill
+    write_params(extract={"concurrency": 1})
+    with pytest.raises(
+        UserError,
+        match="the next shard, need" if looks_first else "No space left on device .*stays",
+    ):
+        extract.main()
+    kept = first.read_bytes()
+    assert not list(small_disk.glob("*.tmp"))
+    assert status()["state"] == "stopped"
+    filler.unlink()
+    server.spoil = None
+    server.asked.clear()
+    extract.main()
+    assert report()["rows_stored"] == 10
+    assert first.read_bytes() == kept
+    assert len(server.asked) == 6
+
+
+def test_a_limit_on_files_is_told_in_one_line(server: StatesServer) -> None:
+    """As ENOSPC, but from the kernel's other refusal, without a mount."""
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, -1)){WITHOUT_THE_GATE}"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code.replace("extract.main()", RUN_STAGE)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert "over the limit for a file" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not list(FOLDER.glob("*.tmp"))
+
+
+RUN_STAGE = """
+from pipeline.stage import run_stage
+run_stage("extract", extract.main)
+"""
+
+
+def test_the_staging_folder_of_a_killed_run_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(states_server, "SHARED_MEMORY", tmp_path / "shm")
+    Path("shm").mkdir()
+    with states_server._staging_folder(1000) as staging:
+        assert staging.parent == tmp_path / "shm"
+    for folder in (staging, Path("data/.staging")):
+        folder.mkdir(parents=True)
+        (folder / "left.safetensors").write_bytes(b"half a")
+    with states_server._staging_folder(1000) as again:
+        assert again == staging
+        assert list(staging.iterdir()) == []
+        assert not Path("data/.staging").exists()
+    assert not staging.exists()
+
+
+def test_without_room_in_memory_the_staging_folder_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(states_server, "SHARED_MEMORY", tmp_path / "shm")
+    Path("shm").mkdir()
+    usage = shutil.disk_usage(tmp_path)
+    in_memory = {tmp_path / "shm": usage._replace(free=999)}
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: in_memory.get(folder, usage))
+    with states_server._staging_folder(1000) as staging:
+        assert staging == tmp_path / "data/.staging"
+    usage = usage._replace(free=998)
+    with (
+        pytest.raises(UserError, match=r"requests in flight need .*smaller extract.concurrency"),
+        states_server._staging_folder(1000),
+    ):
+        pass
+    assert not staging.exists()
+
+
+# Several servers
+
+
+@pytest.fixture
+def second(server: StatesServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatesServer]:
+    """A second server beside the first, and 60 sequences."""
+    shutil.rmtree("data/sequences")
+    write_sequences(Path(), [sequence(i) for i in range(60)])
+    another = StatesServer(Path("staging").resolve())
+    urls = f"{server.base_url},{another.base_url}"
+    monkeypatch.setenv("PIPELINE_EXTRACT_ENDPOINTS", urls)
+    yield another
+    another.close()
+
+
+def test_servers_work_side_by_side(server: StatesServer, second: StatesServer) -> None:
+    together = threading.Barrier(2)
+
+    def waits(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+        together.wait(30)
+
+    server.spoil = second.spoil = waits
+    extract.main()
+    assert report()["rows_stored"] == 60
+    assert len(server.asked) == len(second.asked) == 30
+
+
+def test_a_server_that_dies_leaves_its_work_to_the_other(
+    server: StatesServer, second: StatesServer
+) -> None:
+    write_params(extract={"concurrency": 8})
+
+    def dies(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+        if len(second.asked) > 5:
+            second.close()
+            raise ConnectionResetError
+
+    second.spoil = dies
+    extract.main()
+    assert report()["rows_stored"] == 60
+    assert 5 < len(second.asked) < 30
+
+
+def test_all_servers_dead_end_the_run(server: StatesServer, second: StatesServer) -> None:
+    first = [sequence(i)["input_ids"] for i in range(4)]
+    server.spoil = second.spoil = lambda ids, *_: None if ids in first else 500
+    with pytest.raises(ServerStopped, match="failed 30 times in a row"):
+        extract.main()
+
+
+def test_our_own_server_killed_ends_the_run_with_its_last_words(
+    server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kill -9; what is stored stays, and the next run goes on."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    log = Path("vllm.log")
+    log.write_text("INFO all well\nRuntimeError: engine core died\n")
+    known = states_server.meet_all([server.base_url], extract.load_params().verifier)
+    ours = [replace(known[0], process=process, log=log)]
+    monkeypatch.setattr(states_server, "meet_all", lambda *_: ours)
+
+    def killed(ids: list[int], answer: dict[str, Any], payload: Payload) -> int | None:
+        if ids in [row["input_ids"] for row in ROWS[:4]]:
+            return None
+        while not (FOLDER / "shard-00000.safetensors").exists():
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        return 500
+
+    server.spoil = killed
+    with pytest.raises(ServerStopped, match=r"ended with code -9: RuntimeError: engine core died"):
+        extract.main()
+    monkeypatch.setattr(states_server, "meet_all", lambda *_: known)
+    server.spoil = None
+    server.asked.clear()
+    extract.main()
+    assert len(server.asked) == 6
+    assert report()["rows_stored"] == 10
+
+
 # What a server can do wrong
 
 
 BAD = ROWS[5]["input_ids"]
 
 
-def other_ids(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+def states_of_another_request(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
     if ids == BAD:
-        answer["choices"][0]["prompt_token_ids"] = [*ids[:-1], 0]
+        payload.update(states_of(ROWS[6]["input_ids"]))
 
 
 def other_ids_in_the_file(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
@@ -385,7 +707,7 @@ def internal_error(ids: list[int], answer: dict[str, Any], payload: Payload) -> 
 @pytest.mark.parametrize(
     ("spoil", "reason", "times_asked"),
     [
-        (other_ids, "token_ids", 2),
+        (states_of_another_request, "token_ids", 2),
         (other_ids_in_the_file, "token_ids", 2),
         (fewer_rows, "shape", 2),
         (fewer_layers, "shape", 2),
@@ -468,6 +790,7 @@ def test_a_dead_server_ends_the_run_at_once(server: StatesServer) -> None:
     with pytest.raises(ServerError, match="20 sequences in a row got no hidden states"):
         extract.main()
     assert len(server.asked) < 2 * 25
+    assert status()["state"] == "stopped"
 
 
 def test_refusals_in_a_row_are_those_of_the_sequences(server: StatesServer) -> None:
@@ -502,6 +825,25 @@ def test_another_model_is_refused(server: StatesServer) -> None:
         extract.main()
 
 
+def test_a_context_without_room_for_one_token_more_is_refused(server: StatesServer) -> None:
+    server.max_model_len = 32
+    with pytest.raises(VerifierError, match=r"serves 32 tokens .*--max-model-len 33"):
+        extract.main()
+    assert server.asked == []
+
+
+def test_a_server_that_shares_no_file_system_is_told_apart(server: StatesServer) -> None:
+    shutil.rmtree("data/sequences")
+    write_sequences(Path(), [sequence(i) for i in range(60)])
+
+    def elsewhere(ids: list[int], answer: dict[str, Any], payload: Payload) -> None:
+        answer["kv_transfer_params"]["hidden_states_path"] = "/another/machine.safetensors"
+
+    server.spoil = elsewhere
+    with pytest.raises(ServerError, match="must share a file system with this machine"):
+        extract.main()
+
+
 def test_a_layer_that_is_not_there_is_an_error(server: StatesServer) -> None:
     write_params(extract={"layer_ids": [1, 2, NUM_LAYERS + 1]})
     with pytest.raises(DataError, match=r"layer_ids is \[1, 2, 4\], but .* has 3 layers"):
@@ -523,12 +865,16 @@ def test_no_sequences_are_an_error(server: StatesServer) -> None:
 # vLLM itself
 
 
+CHUNKED = ["--max-num-batched-tokens", "12", "--max-num-seqs", "4"]
+
+
 @pytest.mark.server
+@pytest.mark.parametrize("server_args", [[], CHUNKED], ids=["whole", "chunked"])
 def test_vllm_gives_the_states_that_transformers_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for a sequence that fills the context; vLLM's in a batch of different lengths, the
-    expected ones each alone."""
+    """Also for a sequence that fills the context; vLLM's in a batch of different lengths, or in
+    pieces of at most 12 tokens, the expected ones each alone and whole."""
     from transformers import Qwen3ForCausalLM
 
     shutil.copytree(ROOT / "models/verifier", tmp_path / "models/verifier")
@@ -538,7 +884,9 @@ def test_vllm_gives_the_states_that_transformers_computes(
     config = model.config
     rows = [sequence(i, num_tokens=n) for i, n in enumerate([5, 32, 9, 31, 17, 8, 24, 32])]
     layer_ids = [0, 1, config.num_hidden_layers - 1]
-    write_params(extract={"layer_ids": layer_ids, "concurrency": 8})
+    served = {"server_args": [*extract.load_params(ROOT / "params.yaml").verifier.server_args]}
+    served["server_args"] += server_args
+    write_params(extract={"layer_ids": layer_ids, "concurrency": 8}, verifier=served)
     write_sequences(tmp_path, rows)
     write_verifier(
         tmp_path,

@@ -101,7 +101,7 @@ def display(
 def facts(trace: Trace, split: str | None) -> Iterator[str]:
     known = [trace["sample_id"], *([split] if split else []), f"source {trace['source']}"]
     asked = trace["sampling"].get("max_tokens")
-    ended = [f"finish_reason {trace['finish_reason']}", f"max_tokens {asked}"]
+    ended = [f"finish_reason {trace['finish_reason']}", f"asked for at most {asked} tokens"]
     yield " · ".join([*known, trace["status"], *ended])
     if trace.get("error"):
         yield f"error: {trace['error']}"

@@ -132,7 +132,7 @@ def family_of(choice: FamilyChoice) -> Family:
     """
     if choice.custom:
         return choice.custom
-    if choice.name in WITH_CHANNELS:
+    if choice.name.lower().replace("-", "_") in WITH_CHANNELS:
         raise ParamsError(
             f"family.name {choice.name}: its reasoning and answer are channels opened by several "
             "tokens; this pipeline needs one think-start and one think-end token"
@@ -204,8 +204,8 @@ def single_id(tokenizer: Any, marker: str, key: str) -> int:
     ids = tokenizer.encode(marker, add_special_tokens=False)
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         raise ParamsError(
-            f"{key}: {marker!r} is no single token of the verifier but ids {list(ids)}; it must "
-            "be a marker that its chat template uses"
+            f"{key}: {marker!r} is no single token of the verifier but ids {list(ids)}; its chat "
+            "template has the markers it knows"
         )
     return int(ids[0])
 

@@ -84,6 +84,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         raise UserError(f"--reason {args.reason!r} is none of {', '.join(REASONS)}")
     if args.rows and (args.rejected or args.reason or args.differs):
         raise UserError("an ID names its row; --rejected, --reason and --differs choose among all")
+    if args.rows and args.n != 1:
+        raise UserError("an ID names its row; -n is for rows at random")
     return args
 
 

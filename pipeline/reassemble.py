@@ -118,9 +118,11 @@ def write_sequences(assembler: Assembler, tally: "Tally", compared: ComparisonSa
             bar.advance(1, f"{tally.num_rejected} rejected")
         for split, writer in writers.items():
             if not writer.num_rows:
+                without_ids = tally.rejected[SequenceRejection.NO_TOKEN_IDS]
                 raise DataError(
                     f"no {split} sequence is left of {tally.num_traces} traces; rejected: "
                     f"{in_words(tally.rejected)}"
+                    + ("; reassemble.source: ids_else_text takes texts" if without_ids else "")
                 )
 
 
@@ -132,10 +134,16 @@ def say(metrics: dict[str, Any], ablation: Ablation) -> None:
         f"{metrics['reasoning_tokens']['mean']} reasoning tokens a row"
         + ("" if ablation is Ablation.NONE else f"; an ablation: {ablation}")
     )
+    cut = {phase: metrics[f"cut_in_{phase}"] for phase in ("reasoning", "answer")}
+    if any(cut.values()):
+        print(f"cut at reassemble.max_tokens: {in_words(cut)}")
+    if metrics["rebuilt"]:
+        print(f"{metrics['rebuilt']} of them rebuilt from text: perhaps not what was generated")
     if agreements["compared"]:
         print(
             f"of {agreements['compared']} compared, {agreements['share']:.1%} of the texts give "
-            f"their ids back: {in_words({kind: agreements[kind] for kind in Agreement})}"
+            f"their ids back: {in_words({kind: agreements[kind] for kind in Agreement})}; stripped "
+            f"of white space at their ends, {agreements['stripped_exact']}"
         )
 
 

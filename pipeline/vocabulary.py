@@ -59,7 +59,7 @@ def vocabulary_mapping(
     return d2t.numpy(), t2d.numpy()
 
 
-def coverage(sequences: Dataset, t2d: np.ndarray) -> dict[str, dict[str, int | float]]:
+def coverage(sequences: Dataset, t2d: np.ndarray) -> dict[str, dict[str, int | float | None]]:
     """How many tokens of each phase the draft can propose at all. Think tokens are always in; the
     end is the end of the turn."""
     tokens, outside = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, 0)
@@ -72,7 +72,7 @@ def coverage(sequences: Dataset, t2d: np.ndarray) -> dict[str, dict[str, int | f
         phase: {
             "tokens": tokens[phase],
             "outside": outside[phase],
-            "fraction": round(1 - outside[phase] / max(tokens[phase], 1), 6),
+            "fraction": round(1 - outside[phase] / tokens[phase], 6) if tokens[phase] else None,
         }
         for phase in PHASES
     }

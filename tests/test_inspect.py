@@ -24,7 +24,7 @@ from tests.fake_tokenizer import SPECIAL, TEMPLATE
 
 PART, JOURNAL = Path("data/traces/part-00000.jsonl"), Path("data/traces/journal.jsonl")
 Q2 = """\
-Q2_gen0 · train · source test · ok · finish_reason stop · max_tokens 512
+Q2_gen0 · train · source test · ok · finish_reason stop · asked for at most 512 tokens
 31 tokens: 5 prompt, 13 reasoning, 10 answer · 26 learnt
 [prompt]
 <|user|>Q2<|end|><|assistant|>
@@ -295,7 +295,8 @@ def test_a_refusal_shows_what_was_asked_and_what_the_server_said(shown, answer):
     nothing = {"prompt_token_ids": [], "token_ids": [], "reasoning": None, "content": None}
     store(answer("Q2", None, None, **error) | nothing)
     assert shown() == (
-        "Q2_gen0 · train · source test · rejected_by_server · finish_reason None · max_tokens 512\n"
+        "Q2_gen0 · train · source test · rejected_by_server · finish_reason None · "
+        "asked for at most 512 tokens\n"
         "error: too↵long<U+001B>[2J\n"
         "no token ids, text alone\n"
         "rejected, rejected_by_server: the server refused the question, mostly as too long\n"
@@ -489,7 +490,7 @@ def test_in_a_pipe_it_is_plain_text(answer):
 def test_a_reader_that_has_enough_ends_it_in_silence(answer):
     store(*(answer(f"Q{n}") for n in range(2000)))
     with command("-n", "2000") as process:
-        assert process.stdout.readline().endswith("max_tokens 512\n")
+        assert process.stdout.readline().endswith("asked for at most 512 tokens\n")
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == -signal.SIGPIPE  # as `yes | head -1`

@@ -28,6 +28,7 @@ from tests.fake_server import (
     prompt_ids,
     written,
 )
+from tests.fake_tokenizer import FAMILY
 
 pytestmark = pytest.mark.timeout(120)  # the first import of speculators takes its time
 CUT, CUT_LATE = "truncated_in_reasoning", "truncated_in_answer"
@@ -554,6 +555,7 @@ def test_texts_that_give_their_ids_back_agree(project, traces):
         "compared": 6,
         "share": round(5 / 6, 4),
         "exact": 5,
+        "stripped_exact": 5,
         "whitespace": 1,  # Q4, whose tags have no newlines next to them
         "retokenized": 0,
         "other": 0,
@@ -575,7 +577,7 @@ def test_each_kind_of_disagreement_is_counted_and_shown(project, trace_of, capsy
     reassemble()
     agreement = project.report("reassemble")["text_agreement"]
     counts = {"exact": 1, "whitespace": 1, "retokenized": 1, "other": 2}
-    assert agreement == {"compared": 5, "share": 0.2, **counts}
+    assert agreement == {"compared": 5, "share": 0.2, "stripped_exact": 1, **counts}
     assert project.rows("data/sequences/disagreements.jsonl") == [
         {
             "sample_id": "Q2_gen0",
@@ -630,6 +632,26 @@ def test_examples_of_disagreement_are_few(project, trace_of):
     assert [row["sample_id"] for row in shown] == [f"{name}_gen0" for name in names[:20]]
 
 
+def test_the_familys_white_space_is_proved_on_texts_without_it(project, trace_of):
+    """The server gives its texts with their newlines, so a wrong family would agree as well."""
+    names = ["Q1", "Q2", "Q3"]
+    project.ask(*names)
+    store([trace_of(name, turn("\nabc\n", "\n\nxy"), key=name) for name in names])
+    reassemble()
+    agreement = project.report("reassemble")["text_agreement"]
+    assert (agreement["exact"], agreement["stripped_exact"]) == (3, 3)
+    project.set(**{"family.custom": FAMILY | {"after_think_end": "\n"}})
+    reassemble()
+    agreement = project.report("reassemble")["text_agreement"]
+    assert (agreement["exact"], agreement["stripped_exact"]) == (3, 0)
+
+
+def test_answers_without_ids_alone_name_the_way_out(project, trace_of):
+    store([trace_of(f"Q{n}", [], prompt=[], usage={}, key=f"{n}") for n in range(1, 7)])
+    with pytest.raises(DataError, match=r"6 no_token_ids; reassemble\.source: ids_else_text"):
+        reassemble()
+
+
 def test_rows_without_ids_are_not_compared(project, traces, trace_of):
     project.set(**{"reassemble.source": "ids_else_text"})
     for place in (0, 1):
@@ -655,7 +677,8 @@ def test_nothing_to_compare_is_no_share_of_nothing(project, trace_of):
     report = project.report("reassemble")
     assert (report["rebuilt"], report["rows_in"], report["train"]) == (6, 6, 5)
     counts = {"exact": 0, "whitespace": 0, "retokenized": 0, "other": 0}
-    assert report["text_agreement"] == {"compared": 0, "share": 0.0, **counts}
+    nothing = {"compared": 0, "share": None, "stripped_exact": 0}
+    assert report["text_agreement"] == {**nothing, **counts}
     assert Path("data/sequences/disagreements.jsonl").read_bytes() == b""
 
 

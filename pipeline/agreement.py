@@ -19,7 +19,7 @@ from pipeline.rebuild import Rebuilder, Tokens, decoded
 from pipeline.records import TRAINABLE, Rejected, Trace, count_by
 
 TOKENS_COMPARED = 200_000  # enough for a share within one or two per cent, in about a second
-MAX_EXAMPLES = 20
+EXAMPLES_A_KIND = 10
 
 
 class Agreement(StrEnum):
@@ -71,7 +71,7 @@ class ComparisonSample:
                 kind, example = compare(trace, rebuilder)
                 counts[kind] += 1
                 stripped_exact += compare(stripped(trace), rebuilder)[0] is Agreement.EXACT
-                if example and len(examples) < MAX_EXAMPLES:
+                if example and counts[kind] <= EXAMPLES_A_KIND:
                     examples.append(example)
                 bar.advance()
         total = counts.total()

@@ -163,6 +163,10 @@ def prove(family: Family, tokenizer: Any, params: Params) -> Markers:
         marker: single_id(tokenizer, marker, f"family.name {name}")
         for marker in (family.end_of_turn, *family.role_tokens, *family.control_tokens)
     }
+    known = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    for marker, token_id in ids.items():
+        if token_id not in known:
+            raise ParamsError(f"family.name {name}: {marker!r} is text of the verifier, no marker")
     template_kwargs = params.generate.template_kwargs
     rendered = generation_prompt(tokenizer, PROBE, template_kwargs)
     absent = [marker for marker in family.role_tokens if marker not in rendered]
@@ -175,10 +179,10 @@ def prove(family: Family, tokenizer: Any, params: Params) -> Markers:
     if switch and rendered == generation_prompt(
         tokenizer, PROBE, {switch: not params.generate.thinking}
     ):
-        known = FAMILIES[name].thinking_switch if name in FAMILIES else None
+        switch_there = FAMILIES[name].thinking_switch if name in FAMILIES else None
         raise ParamsError(
             f"generate.thinking_switch: the chat template does not know {switch!r}, the prompt "
-            f"stays the same; of family {name} it is {known or 'null'}"
+            f"stays the same; of family {name} it is {switch_there or 'null'}"
         )
     start, end = rendered.rfind(params.think.start), rendered.rfind(params.think.end)
     prefilled = start > max(end, rendered.rfind(PROBE[-1]["content"]))

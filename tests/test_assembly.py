@@ -887,6 +887,24 @@ def test_a_text_that_cannot_be_exact_is_rejected(reasoning, content):
 
 
 @pytest.mark.parametrize(
+    "usage", [{"prompt_tokens": 1}, {"completion_tokens": 1}, {"prompt_tokens": 4}]
+)
+def test_what_was_billed_counts_even_if_it_is_but_a_part(usage):
+    """`UQEA` are four tokens."""
+    trace = text("abc", "xy", usage=usage)
+    if usage == {"prompt_tokens": 4}:
+        assert row(trace, source="text")["rebuilt"]
+    else:
+        assert reason(trace, source="text") == "usage"
+
+
+@pytest.mark.parametrize(("status", "finish"), [("ok", "length"), (CUT_LATE, "stop"), ("ok", None)])
+def test_a_status_that_the_end_contradicts_is_rejected(status, finish):
+    written = "TabcCxyE" if finish == "stop" else "TabcCxy"
+    assert reason(told(f"UQEA|{written}", status=status, finish_reason=finish)) == "end_of_turn"
+
+
+@pytest.mark.parametrize(
     ("content", "status", "expected"), [("", CUT_LATE, "UQEAT\nabc\nC"), ("", CUT, "UQEAT\nabc")]
 )
 def test_nothing_is_put_in_where_the_text_was_cut(content, status, expected):

@@ -247,10 +247,17 @@ def test_without_answers_there_is_nothing_to_show():
 
 
 @pytest.mark.usefixtures("stored")
-@pytest.mark.parametrize("line", [b"{", b"[]", b'{"sample_id": "x"}'])
-def test_a_broken_line_is_named_with_its_file(line):
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b"{", "it is no object"),
+        (b"[]", "it is no object"),
+        (b'{"sample_id": "x"}', "key is missing"),
+    ],
+)
+def test_a_broken_line_is_named_with_its_file(line, what):
     PART.write_bytes(line + b"\n" + PART.read_bytes())
-    assert refusal() == f"inspect: {PART} holds a line that is no trace"
+    assert refusal() == f"inspect: {PART} holds a line that is no trace: {what}"
 
 
 @pytest.mark.usefixtures("stored")
@@ -262,6 +269,20 @@ def test_a_missing_verifier_is_said_in_one_line():
 
 
 # what is said of them
+
+
+def test_a_row_is_shown_by_the_ids_that_it_is_judged_by(project, answer, shown):
+    """Here those of its text, which are one fewer than the server billed."""
+    project.set(**{"reassemble.source": "text"})
+    store(answer("Q2", content="\n\nIt is 2"))
+    said = shown("Q2")
+    assert "rejected, usage" in said
+    assert "[answer]\n\n\nIt is 2\n" in said
+
+
+def test_without_the_answers_ids_its_text_is_shown(project, answer, shown):
+    store(answer("Q2", [], reasoning="so", content="It is 2Q"))
+    assert "[reasoning]\nso\n[answer]\nIt is 2Q\n" in shown("Q2")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import DataError, ParamsError, VerifierError
+from pipeline.errors import DataError, ParamsError, UserError, VerifierError
 from pipeline.records import Rejected, SequenceRejection, Status
-from pipeline.resume import file_sha256, jsonl, write_bytes
+from pipeline.resume import file_sha256, jsonl, one_writer, write_bytes
 from tests.conftest import ROOT
 from tests.fake_server import (
     ASSISTANT,
@@ -110,6 +110,7 @@ BROKEN: dict[str, tuple[list[int], dict[str, Any]]] = {
     "bos": (turn("abc", "xy"), {"prompt": [BOS, USER, *ids("Q"), END, ASSISTANT]}),
     "control_text": (turn("abc", "xy"), {"prompt": [USER, THINK, END, ASSISTANT]}),
     "other_template": (turn("abc", "xy"), {"prompt": ids("Q")}),
+    "unknown_id": ([THINK, 97, THINK_END, VOCAB_SIZE, END], {"reasoning": "", "content": ""}),
     "no_token_ids": ([], {"prompt": [], "usage": {}}),
     "truncated": ([THINK, *ids("abc")], {"finish": "length", "status": CUT}),
     "too_long": (turn("abc" * 30, "xy"), {}),
@@ -151,6 +152,43 @@ def test_each_reason_is_counted_and_named_for_each_row(project, trace_of, reason
     report = project.report("reassemble")
     assert but_zeros(report["rejected"]) == dict.fromkeys(reasons, 1)
     assert report["rows_in"] == report["train"] + report["held_out"] + len(reasons)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("usage", None, "usage is of another type"),
+        ("token_ids", "12", "token_ids is of another type"),
+        ("token_ids", [1, "2"], "token ids that are no integers"),
+        ("status", "fine", "no status 'fine'"),
+    ],
+)
+def test_a_row_that_is_no_trace_is_named_with_its_line(project, traces, field, value, what):
+    traces[2][field] = value
+    store(traces)
+    with pytest.raises(DataError, match=rf"part-00000\.jsonl:3 is no trace: {what}"):
+        reassemble()
+
+
+def test_a_field_that_is_missing_is_named(project, traces):
+    del traces[2]["usage"]
+    store(traces)
+    with pytest.raises(DataError, match=r"part-00000\.jsonl:3 is no trace: usage is missing"):
+        reassemble()
+
+
+def test_a_second_run_at_the_same_time_is_told(project, traces):
+    with one_writer(Path("data/sequences")), pytest.raises(UserError, match="being written by"):
+        reassemble()
+
+
+def test_a_draft_vocabulary_that_does_not_fit_changes_nothing(project, traces):
+    reassemble()
+    before = project.bytes("data/sequences/**/*", "reports/*")
+    project.set(**{"reassemble.draft_vocab_size": 2, "reassemble.train_on": "answer"})
+    with pytest.raises(ParamsError, match="no room"):
+        reassemble()
+    assert project.bytes("data/sequences/**/*", "reports/*") == before
 
 
 def test_the_report_names_every_reason_and_status_whatever_the_rows(project, traces):
@@ -629,7 +667,7 @@ def test_examples_of_disagreement_are_few(project, trace_of):
     agreement = project.report("reassemble")["text_agreement"]
     assert (agreement["compared"], agreement["whitespace"], agreement["share"]) == (30, 30, 0.0)
     shown = project.rows("data/sequences/disagreements.jsonl")
-    assert [row["sample_id"] for row in shown] == [f"{name}_gen0" for name in names[:20]]
+    assert [row["sample_id"] for row in shown] == [f"{name}_gen0" for name in names[:10]]
 
 
 def test_the_familys_white_space_is_proved_on_texts_without_it(project, trace_of):

@@ -19,7 +19,7 @@ from pipeline.rebuild import Rebuilder, Tokens, decoded
 from pipeline.records import TRAINABLE, Rejected, Trace, count_by
 
 TOKENS_COMPARED = 200_000  # enough for a share within one or two per cent, in about a second
-MAX_EXAMPLES = 20
+EXAMPLES_A_KIND = 10
 
 
 class Agreement(StrEnum):
@@ -29,6 +29,12 @@ class Agreement(StrEnum):
     WHITESPACE = "whitespace"  # the same but for white space
     RETOKENIZED = "retokenized"  # the same text in other tokens
     OTHER = "other"  # another text, or one that says nothing sure
+
+
+def stripped(trace: Trace) -> Trace:
+    """As a server gives the texts that strips them: the family must put the white space back."""
+    reasoning, content = trace.get("reasoning") or "", trace.get("content") or ""
+    return {**trace, "reasoning": reasoning.strip(), "content": content.strip()}
 
 
 class ComparisonSample:
@@ -55,18 +61,25 @@ class ComparisonSample:
             self._num_tokens -= num_tokens(left_out)
 
     def judge(self, rebuilder: Rebuilder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """How many agree, by kind, and examples of those that do not."""
+        """How many agree, by kind, and examples of those that do not. `stripped_exact` are those
+        that agree too when the family must put in the white space next to the markers."""
         counts: Counter[Agreement] = Counter()
+        stripped_exact = 0
         examples: list[dict[str, Any]] = []
         with progress_bar("comparing with text", len(self._largest_first), "answers") as bar:
             for _, _, trace in sorted(self._largest_first, key=lambda entry: -entry[0]):
                 kind, example = compare(trace, rebuilder)
                 counts[kind] += 1
-                if example and len(examples) < MAX_EXAMPLES:
+                stripped_exact += compare(stripped(trace), rebuilder)[0] is Agreement.EXACT
+                if example and counts[kind] <= EXAMPLES_A_KIND:
                     examples.append(example)
                 bar.advance()
-        share = counts[Agreement.EXACT] / max(counts.total(), 1)
-        shares = {"compared": counts.total(), "share": round(share, 4)}
+        total = counts.total()
+        shares = {
+            "compared": total,
+            "share": round(counts[Agreement.EXACT] / total, 4) if total else None,
+            "stripped_exact": stripped_exact,
+        }
         return {**shares, **count_by(counts.elements(), Agreement)}, examples
 
 

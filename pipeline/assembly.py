@@ -64,7 +64,7 @@ class Assembler:
         status = Status(trace["status"])
         if status not in TRAINABLE:
             raise Rejected(status)
-        tokens, is_rebuilt = self._tokens(trace)
+        tokens, is_rebuilt = self.tokens(trace)
         if status in TRUNCATED and params.truncated == "drop":
             raise Rejected(SequenceRejection.TRUNCATED)
         spans = spans_of(*tokens, verifier)
@@ -107,14 +107,22 @@ class Assembler:
         assert tuple(row) == SEQUENCE_COLUMNS
         return row
 
-    def _tokens(self, trace: Trace) -> tuple[Tokens, bool]:
-        """The ids, and whether they are rebuilt from text."""
+    def tokens(self, trace: Trace) -> tuple[Tokens, bool]:
+        """The ids that params.yaml asks for, and whether they are rebuilt from text.
+
+        Raises:
+            Rejected: there are none, the text cannot be rebuilt, or the verifier has no such ids.
+        """
         source = self._params.source
         if source == "text" or (source == "ids_else_text" and not has_ids(trace)):
             return self.rebuilder.rebuild(trace), True
         if not has_ids(trace):
             raise Rejected(SequenceRejection.NO_TOKEN_IDS)
-        return Tokens(trace["prompt_token_ids"], trace["token_ids"]), False
+        tokens = Tokens(trace["prompt_token_ids"], trace["token_ids"])
+        for ids in tokens:
+            if not 0 <= min(ids) <= max(ids) < self.verifier.vocab_size:
+                raise Rejected(SequenceRejection.UNKNOWN_ID)
+        return tokens, False
 
     def _check_prompt(self, prompt_ids: list[int], trace: Trace) -> bool:
         """Whether a user wrote control tokens into the question, which the server took for real.
@@ -163,7 +171,8 @@ def check_turn(
         raise Rejected(SequenceRejection.NO_ANSWER)
     if not token_ids:  # it would end with a generation prompt
         raise Rejected(SequenceRejection.NO_ANSWER)
-    if spans.ends_turn != (trace["finish_reason"] == "stop"):
+    has_stopped = trace["finish_reason"] == "stop"
+    if has_stopped != spans.ends_turn or has_stopped != (status is Status.OK):
         raise Rejected(SequenceRejection.END_OF_TURN)
     inside = token_ids[:-1] if spans.ends_turn else token_ids
     if not verifier.turn_breakers.isdisjoint(inside):
@@ -176,12 +185,13 @@ def check_usage(tokens: Tokens, trace: Trace, *, is_rebuilt: bool) -> None:
     Raises:
         Rejected: other counts.
     """
-    usage = trace["usage"]
-    billed = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
-    if is_rebuilt and None in billed:
-        return
-    if billed != (len(tokens.prompt_ids), len(tokens.token_ids)):
-        raise Rejected(SequenceRejection.USAGE)
+    counted = {
+        "prompt_tokens": len(tokens.prompt_ids),
+        "completion_tokens": len(tokens.token_ids),
+    }
+    for name, count in counted.items():
+        if trace["usage"].get(name, count if is_rebuilt else None) != count:
+            raise Rejected(SequenceRejection.USAGE)
 
 
 def phases(tokens: Tokens, spans: Spans) -> Phased:

@@ -22,7 +22,7 @@ from rich.style import Style
 
 from pipeline.assembly import Phased, phases
 from pipeline.reasoning import spans_of
-from pipeline.rebuild import REPLACEMENT_CHARACTER, Rebuilder, Tokens
+from pipeline.rebuild import REPLACEMENT_CHARACTER, Rebuilder, Tokens, decoded
 from pipeline.records import Ablation, SequenceRejection, Status, Trace, in_words
 from pipeline.verifier import VerifierIdentity
 
@@ -37,13 +37,14 @@ MEANINGS: dict[StrEnum, str] = {
     SequenceRejection.END_OF_TURN: "it stopped without an end of turn, or was cut after one",
     SequenceRejection.CONTROL_TOKEN: "a control token stands inside the generated turn",
     SequenceRejection.USAGE: "the server billed another number of tokens",
+    SequenceRejection.UNKNOWN_ID: "it holds a token id that the verifier does not have",
     SequenceRejection.NO_TOKEN_IDS: "the server gave no token ids, and reassemble.source is ids",
     SequenceRejection.TEXT_NOT_EXACT: "its text spells a control token, or does not come back",
     SequenceRejection.BOS: "the prompt has not as many begin tokens as the chat template writes",
     SequenceRejection.CONTROL_TEXT: "a user wrote a control token into the question",
     SequenceRejection.OTHER_TEMPLATE: "the prompt is none that the chat template makes",
     SequenceRejection.TOO_LONG: "over reassemble.max_tokens, or nothing to learn before the cut",
-    SequenceRejection.NOTHING_TO_LEARN: "reassemble.train_on leaves no token of it",
+    SequenceRejection.NOTHING_TO_LEARN: "reassemble.train_on and reasoning leave no token of it",
     Status.EMPTY_REASONING: "no think block, or white space in it",
     Status.EMPTY_ANSWER: "nothing but white space follows the reasoning",
     Status.UNCLOSED_REASONING: "it stopped by itself before the think-end",
@@ -73,6 +74,7 @@ def display(
     trace: Trace,
     fate: Fate,
     split: str | None,  # None: not known
+    tokens: Tokens | None,  # what it was judged by; None: text alone
     difference: dict[str, Any] | None,  # how text and ids differ, as `reassemble` lists it
     rebuilder: Rebuilder,
     *,
@@ -81,9 +83,9 @@ def display(
     verifier, tokenizer = rebuilder.verifier, rebuilder.tokenizer
 
     def decode(ids: list[int]) -> str:
-        return visible(tokenizer.decode(ids, skip_special_tokens=False))
+        return visible(decoded(tokenizer, ids))
 
-    phased = phased_of(trace, fate, verifier)
+    phased = phased_of(tokens, fate, verifier)
     head = [*facts(trace, split), *outcome(trace, fate, phased)]
     head += difference_in_words(difference, decode) if difference else []
     mask = None if isinstance(fate, StrEnum) else fate["loss_mask"]
@@ -101,7 +103,7 @@ def display(
 def facts(trace: Trace, split: str | None) -> Iterator[str]:
     known = [trace["sample_id"], *([split] if split else []), f"source {trace['source']}"]
     asked = trace["sampling"].get("max_tokens")
-    ended = [f"finish_reason {trace['finish_reason']}", f"max_tokens {asked}"]
+    ended = [f"finish_reason {trace['finish_reason']}", f"asked for at most {asked} tokens"]
     yield " · ".join([*known, trace["status"], *ended])
     if trace.get("error"):
         yield f"error: {trace['error']}"
@@ -145,10 +147,10 @@ def difference_in_words(difference: dict[str, Any], decode: Decode) -> Iterator[
 # The sequence
 
 
-def phased_of(trace: Trace, fate: Fate, verifier: VerifierIdentity) -> Phased:
-    """The sequence; of a rejected row, the ids that there are."""
+def phased_of(tokens: Tokens | None, fate: Fate, verifier: VerifierIdentity) -> Phased:
+    """The sequence; of a rejected row, the ids that it was judged by."""
     if isinstance(fate, StrEnum):
-        tokens = Tokens(trace["prompt_token_ids"], trace["token_ids"])
+        tokens = tokens or Tokens([], [])
         return phases(tokens, spans_of(*tokens, verifier))
     reasoning = (fate["reasoning_start"], fate["reasoning_end"])
     answer = (fate["answer_start"], fate["answer_end"])

@@ -132,7 +132,7 @@ def family_of(choice: FamilyChoice) -> Family:
     """
     if choice.custom:
         return choice.custom
-    if choice.name in WITH_CHANNELS:
+    if choice.name.lower().replace("-", "_") in WITH_CHANNELS:
         raise ParamsError(
             f"family.name {choice.name}: its reasoning and answer are channels opened by several "
             "tokens; this pipeline needs one think-start and one think-end token"
@@ -163,6 +163,10 @@ def prove(family: Family, tokenizer: Any, params: Params) -> Markers:
         marker: single_id(tokenizer, marker, f"family.name {name}")
         for marker in (family.end_of_turn, *family.role_tokens, *family.control_tokens)
     }
+    known = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    for marker, token_id in ids.items():
+        if token_id not in known:
+            raise ParamsError(f"family.name {name}: {marker!r} is text of the verifier, no marker")
     template_kwargs = params.generate.template_kwargs
     rendered = generation_prompt(tokenizer, PROBE, template_kwargs)
     absent = [marker for marker in family.role_tokens if marker not in rendered]
@@ -175,10 +179,10 @@ def prove(family: Family, tokenizer: Any, params: Params) -> Markers:
     if switch and rendered == generation_prompt(
         tokenizer, PROBE, {switch: not params.generate.thinking}
     ):
-        known = FAMILIES[name].thinking_switch if name in FAMILIES else None
+        switch_there = FAMILIES[name].thinking_switch if name in FAMILIES else None
         raise ParamsError(
             f"generate.thinking_switch: the chat template does not know {switch!r}, the prompt "
-            f"stays the same; of family {name} it is {known or 'null'}"
+            f"stays the same; of family {name} it is {switch_there or 'null'}"
         )
     start, end = rendered.rfind(params.think.start), rendered.rfind(params.think.end)
     prefilled = start > max(end, rendered.rfind(PROBE[-1]["content"]))
@@ -204,8 +208,8 @@ def single_id(tokenizer: Any, marker: str, key: str) -> int:
     ids = tokenizer.encode(marker, add_special_tokens=False)
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         raise ParamsError(
-            f"{key}: {marker!r} is no single token of the verifier but ids {list(ids)}; it must "
-            "be a marker that its chat template uses"
+            f"{key}: {marker!r} is no single token of the verifier but ids {list(ids)}; its chat "
+            "template has the markers it knows"
         )
     return int(ids[0])
 

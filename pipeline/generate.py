@@ -36,6 +36,7 @@ from pipeline.records import (
     PROMPTS_PATH,
     TRACES,
     TRACES_PER_PART,
+    TRAINABLE,
     TRANSIENT,
     TRUNCATED,
     Prompt,
@@ -91,12 +92,19 @@ def main() -> None:
         fold(rows, stored)
         if asking.settings_key in (probes := _probes()):
             write_json(PROBE_PATH, probes[asking.settings_key])
-    answers = [stored[key] for key in wanted]
+    # An import may have called its source something else.
+    answers = [
+        stored[key]._replace(source=question.prompt["source"]) for key, question in wanted.items()
+    ]
     metrics = metrics_of(answers, prompts, params.generate)
     write_json(METRICS_PATH, metrics)
+    num_unknown = sum(
+        answer.verdict.status in TRAINABLE and not answer.verdict.generated_tokens
+        for answer in answers
+    )
     print(
         f"{len(answers)} traces: {in_words(metrics['status'])}; {metrics['reasoning_tokens']} "
-        "reasoning tokens"
+        "reasoning tokens" + (f", unknown for {num_unknown} without ids" if num_unknown else "")
     )
     check_failures(answers, params.generate)
 

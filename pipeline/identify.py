@@ -20,6 +20,7 @@ from pipeline.params import Params, Think, Verifier, load_params
 from pipeline.resume import content_key, file_sha256, write_json
 from pipeline.stage import run_stage
 from pipeline.verifier import (
+    SMALL_FILES,
     VERIFIER_PATH,
     FileIdentity,
     VerifierIdentity,
@@ -72,7 +73,8 @@ def identify(params: Params) -> VerifierIdentity:
 
     Raises:
         VerifierError: the model's files are incomplete, or too small for params.yaml.
-        ParamsError: a think token is not one token, or has another id.
+        ParamsError: a think token is not one token, or has another id; the model does not write as
+            params.yaml's family does.
     """
     verifier = params.verifier
     family = family_of(params.family)
@@ -102,9 +104,7 @@ def identify(params: Params) -> VerifierIdentity:
         ),
         chat_template_sha256=content_key(tokenizer.chat_template),
         small_files=[
-            file_identity(path)
-            for pattern in ("*.json", "*.jinja", "*.model")
-            for path in sorted(folder.glob(pattern))
+            file_identity(path) for pattern in SMALL_FILES for path in sorted(folder.glob(pattern))
         ],
         weights=weights,
         weights_fingerprint=fingerprint(weights),
@@ -115,7 +115,7 @@ def identify(params: Params) -> VerifierIdentity:
         end_ids=end_ids,
         end_of_turn_id=markers.end_of_turn_id,
         bos_id=tokenizer.bos_token_id,
-        control_ids=sorted({*_special_ids(tokenizer), *markers.control_ids} - {start_id, end_id}),
+        control_ids=sorted({*marker_ids(tokenizer), *markers.control_ids} - {start_id, end_id}),
         blank_ids=[
             token_id
             for token_id in range(len(tokenizer))
@@ -219,10 +219,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _special_ids(tokenizer: Any) -> set[int]:
-    """Special tokens that a map names, and added ones that are only marked as special."""
-    marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return {*tokenizer.all_special_ids, *marked}
+def marker_ids(tokenizer: Any) -> set[int]:
+    """Special tokens, and all that were added to the vocabulary: many tokenizers do not mark those
+    of tool calls as special. Added runs of white space are text."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(i for i, token in added if str(token).strip())}
 
 
 def _end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> list[int]:

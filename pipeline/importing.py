@@ -102,7 +102,8 @@ def import_file(path: Path) -> None:
     taken = statuses.total()
     print(
         f"{taken + len(rejected)} rows: {taken} taken in ({in_words(statuses)}), {len(rejected)} "
-        f"rejected ({in_words(reasons)}); `make repro` puts them to use"
+        f"rejected ({in_words(reasons)})"
+        + ("; `make repro` puts those to use that answer its questions" if taken else "")
     )
     if num_without_ids:
         way = "are rebuilt from their text"

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from enum import StrEnum
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -32,6 +33,8 @@ from pipeline.display import MEANINGS, Fate, display
 from pipeline.errors import DataError, PipelineError, UserError
 from pipeline.params import load_params
 from pipeline.progress import Bar, progress_bar
+from pipeline.reasoning import has_ids
+from pipeline.rebuild import Tokens
 from pipeline.records import (
     DISAGREEMENTS_PATH,
     NO_ANSWER,
@@ -39,6 +42,7 @@ from pipeline.records import (
     TRACES,
     Rejected,
     Trace,
+    trace_problem,
 )
 from pipeline.resume import read_jsonl
 from pipeline.traces import JOURNAL
@@ -84,6 +88,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         raise UserError(f"--reason {args.reason!r} is none of {', '.join(REASONS)}")
     if args.rows and (args.rejected or args.reason or args.differs):
         raise UserError("an ID names its row; --rejected, --reason and --differs choose among all")
+    if args.rows and args.n != 1:
+        raise UserError("an ID names its row; -n is for rows at random")
     return args
 
 
@@ -103,8 +109,8 @@ def show(args: argparse.Namespace) -> None:
                 splits.get(conversation(line.sample_id)),
                 differences.get(line.sample_id),
             )
-            fate = fate_of(trace, assembler)
-            display(trace, fate, split, difference, assembler.rebuilder, with_ids=args.ids)
+            fate, tokens = fate_of(trace, assembler), tokens_of(trace, assembler)
+            display(trace, fate, split, tokens, difference, assembler.rebuilder, with_ids=args.ids)
         if not args.rows and len(chosen) < args.n:
             print(f"{len(chosen)} found among {len(lines)} rows")
 
@@ -124,6 +130,14 @@ def fate_of(trace: Trace, assembler: Assembler) -> Fate:
         return assembler.row(prompt, trace)  # type: ignore[arg-type]
     except Rejected as rejection:
         return rejection.reason
+
+
+def tokens_of(trace: Trace, assembler: Assembler) -> Tokens | None:
+    """What it is judged by: the server's ids or, as params.yaml says, those of its text."""
+    try:
+        return assembler.tokens(trace)[0]
+    except Rejected:
+        return Tokens(trace["prompt_token_ids"], trace["token_ids"]) if has_ids(trace) else None
 
 
 # Which rows there are
@@ -179,12 +193,14 @@ def lines_of(file: BinaryIO) -> Iterator[Line]:
     for line in file:
         try:
             trace = orjson.loads(line)
-            sample_id, key, status = trace["sample_id"], trace["key"], trace["status"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
+        except orjson.JSONDecodeError:
             if not line.endswith(b"\n"):
                 return  # it is being written
-            raise DataError(f"{file.name} holds a line that is no trace") from None
-        yield Line(sample_id, key, status not in NO_ANSWER, file, offset, len(line))
+            trace = None
+        if problem := trace_problem(trace):
+            raise DataError(f"{file.name} holds a line that is no trace: {problem}")
+        has_answer = trace["status"] not in NO_ANSWER
+        yield Line(trace["sample_id"], trace["key"], has_answer, file, offset, len(line))
         offset += len(line)
 
 
@@ -251,7 +267,7 @@ def progress(label: str, num_bytes: int) -> Iterator[Bar]:
 
 
 def differences_by_id(*, must_exist: bool) -> dict[str, dict[str, Any]]:
-    """What the last `reassemble` found: see `pipeline.reassemble.compare`."""
+    """What the last `reassemble` found: see `pipeline.agreement.compare`."""
     if not must_exist and not DISAGREEMENTS_PATH.exists():
         return {}
     return {row["sample_id"]: row for row in read_jsonl(DISAGREEMENTS_PATH)}
@@ -271,5 +287,7 @@ def conversation(sample_id: str) -> str:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     main()

@@ -191,6 +191,12 @@ class Reassemble(Section):
     train_on: Literal["all_generated", "reasoning", "answer"]
     draft_vocab_size: Count
 
+    @model_validator(mode="after")
+    def _what_is_learnt_is_there(self) -> "Reassemble":
+        if self.train_on == "reasoning" and self.reasoning != "keep":
+            raise ValueError(f"train_on is reasoning, but reasoning: {self.reasoning} takes it out")
+        return self
+
 
 class Extract(Section):
     """Which hidden states are stored, and how."""

@@ -45,13 +45,15 @@ from pipeline.records import (
     Trace,
     count_by,
     in_words,
+    trace_problem,
     turn_id,
 )
-from pipeline.resume import atomic_path, jsonl, read_jsonl, write_bytes, write_json
+from pipeline.resume import atomic_path, jsonl, one_writer, read_jsonl, write_bytes, write_json
 from pipeline.sequences import SequenceWriter, load_split
 from pipeline.stage import run_stage
 from pipeline.verifier import load_tokenizer, load_verifier, small_files
 from pipeline.vocabulary import (
+    check_size,
     coverage,
     save_vocabulary,
     token_frequency,
@@ -68,9 +70,11 @@ def main() -> None:
     params, verifier = load_params(), load_verifier()
     folder = small_files(verifier.model, verifier.revision)
     tokenizer = load_tokenizer(folder, trust_remote_code=params.verifier.trust_remote_code)
+    check_size(params.reassemble.draft_vocab_size, verifier)
     assembler = Assembler(params, verifier, tokenizer)
     tally, compared = Tally(verifier.think_end_id), ComparisonSample(TOKENS_COMPARED)
-    write_sequences(assembler, tally, compared)
+    with one_writer(SEQUENCES):
+        write_sequences(assembler, tally, compared)
     train, held_out = (load_split(SEQUENCES / split) for split in (Split.TRAIN, Split.HELD_OUT))
     frequency = token_frequency(train, verifier.vocab_size)
     d2t, t2d = vocabulary_mapping(frequency, params.reassemble.draft_vocab_size, verifier)
@@ -118,9 +122,11 @@ def write_sequences(assembler: Assembler, tally: "Tally", compared: ComparisonSa
             bar.advance(1, f"{tally.num_rejected} rejected")
         for split, writer in writers.items():
             if not writer.num_rows:
+                without_ids = tally.rejected[SequenceRejection.NO_TOKEN_IDS]
                 raise DataError(
                     f"no {split} sequence is left of {tally.num_traces} traces; rejected: "
                     f"{in_words(tally.rejected)}"
+                    + ("; reassemble.source: ids_else_text takes texts" if without_ids else "")
                 )
 
 
@@ -132,10 +138,16 @@ def say(metrics: dict[str, Any], ablation: Ablation) -> None:
         f"{metrics['reasoning_tokens']['mean']} reasoning tokens a row"
         + ("" if ablation is Ablation.NONE else f"; an ablation: {ablation}")
     )
+    cut = {phase: metrics[f"cut_in_{phase}"] for phase in ("reasoning", "answer")}
+    if any(cut.values()):
+        print(f"cut at reassemble.max_tokens: {in_words(cut)}")
+    if metrics["rebuilt"]:
+        print(f"{metrics['rebuilt']} of them rebuilt from text: perhaps not what was generated")
     if agreements["compared"]:
         print(
             f"of {agreements['compared']} compared, {agreements['share']:.1%} of the texts give "
-            f"their ids back: {in_words({kind: agreements[kind] for kind in Agreement})}"
+            f"their ids back: {in_words({kind: agreements[kind] for kind in Agreement})}; stripped "
+            f"of white space at their ends, {agreements['stripped_exact']}"
         )
 
 
@@ -194,7 +206,11 @@ def num_prompts() -> int:
 def prompts_and_traces() -> Iterator[tuple[Prompt, list[Trace]]]:
     """Each prompt with the traces of its turns, as `generate` leaves them: prompt by prompt,
     `_gen0`, `_gen1` … up to its last turn, or to the one that the conversation stopped at."""
-    stored = (row for part in sorted(TRACES.glob("part-*.jsonl")) for row in read_jsonl(part))
+    stored = (
+        checked(row, f"{part}:{number}")
+        for part in sorted(TRACES.glob("part-*.jsonl"))
+        for number, row in enumerate(read_jsonl(part), start=1)
+    )
     by_prompt = groupby(stored, key=lambda row: row["sample_id"].rpartition("_gen")[0])
     for prompt, group in zip_longest(read_jsonl(PROMPTS_PATH), by_prompt):
         traces = list(group[1]) if group else []
@@ -204,6 +220,17 @@ def prompts_and_traces() -> Iterator[tuple[Prompt, list[Trace]]]:
         if not found or found != expected[: len(found)]:
             raise DataError(f"{TRACES} does not answer {PROMPTS_PATH}; `dvc repro generate` does")
         yield prompt, traces  # type: ignore[misc]  # TypedDicts as stored
+
+
+def checked(row: Any, place: str) -> Trace:
+    """
+    Raises:
+        DataError: it is no trace; generate writes none like it.
+    """
+    if problem := trace_problem(row):
+        raise DataError(f"{place} is no trace: {problem}")
+    trace: Trace = row
+    return trace
 
 
 def summary(tokens: "array[int]") -> dict[str, float]:

@@ -93,6 +93,7 @@ class Status(StrEnum):
     FAILED = "failed"  # transient
 
 
+STATUSES = frozenset(status.value for status in Status)
 TRANSIENT = frozenset({Status.TIMED_OUT, Status.FAILED})
 TRUNCATED = frozenset({Status.TRUNCATED_IN_REASONING, Status.TRUNCATED_IN_ANSWER})
 TRAINABLE = TRUNCATED | {Status.OK}
@@ -127,6 +128,34 @@ class Trace(TypedDict):
     server_version: str
 
 
+SHAPE_OF_A_TRACE: dict[str, type | tuple[type, ...]] = {
+    "sample_id": str,
+    "key": str,
+    "status": str,
+    "source": str,
+    "messages": list,
+    "finish_reason": (str, type(None)),
+    "prompt_token_ids": list,
+    "token_ids": list,
+    "usage": dict,
+    "sampling": dict,
+}
+
+
+def trace_problem(row: Any) -> str | None:
+    """What is wrong with a row that should be a Trace; None if nothing is. For files that a person
+    may have edited: what `generate` writes is right."""
+    if not isinstance(row, dict):
+        return "it is no object"
+    for field, kinds in SHAPE_OF_A_TRACE.items():
+        if not isinstance(row.get(field, ...), kinds):
+            return f"{field} is {'missing' if field not in row else 'of another type'}"
+    if row["status"] not in STATUSES:
+        return f"no status {row['status']!r}"
+    ids = {*map(type, row["prompt_token_ids"]), *map(type, row["token_ids"])}
+    return None if ids <= {int} else "token ids that are no integers"
+
+
 class SequenceRejection(StrEnum):
     """Why a trace is no training sequence, beside its status. `reassemble` counts each."""
 
@@ -134,16 +163,17 @@ class SequenceRejection(StrEnum):
     THINK_START = "think_start"  # not exactly one think-start
     THINK_END = "think_end"  # none where one must be, or one where none may be
     NO_ANSWER = "no_answer"
-    END_OF_TURN = "end_of_turn"  # missing after stop, or present after length
+    END_OF_TURN = "end_of_turn"  # missing after stop, present after length, or not as the status
     CONTROL_TOKEN = "control_token"  # a control token inside the generated turn
     USAGE = "usage"  # token counts differ from what the server billed
+    UNKNOWN_ID = "unknown_id"  # a token id that the verifier does not have
     NO_TOKEN_IDS = "no_token_ids"  # text alone is no exact sequence (reassemble.source: ids)
     TEXT_NOT_EXACT = "text_not_exact"  # the text spells a control token, or does not come back
     BOS = "bos"  # not as many BOS in the prompt as the chat template writes
     CONTROL_TEXT = "control_text"  # a control token that a user wrote (reassemble.on_control_text)
     OTHER_TEMPLATE = "other_template"  # no prompt that the verifier's chat template makes
     TOO_LONG = "too_long"  # reassemble.max_tokens: drop, or nothing to learn before the cut
-    NOTHING_TO_LEARN = "nothing_to_learn"  # reassemble.train_on leaves no token
+    NOTHING_TO_LEARN = "nothing_to_learn"  # reassemble.train_on and reasoning leave no token
 
 
 class Ablation(StrEnum):
@@ -157,8 +187,8 @@ class Ablation(StrEnum):
 # The columns of data/sequences/{train,held_out}. speculators reads the first three; spans are
 # half-open token ranges [start, end) of input_ids.
 SEQUENCE_COLUMNS = (
-    "input_ids",  # prompt ids + generated ids, as the server gave them
-    "loss_mask",  # 0 on the prompt, 1 on the generated tokens that reassemble.train_on names
+    "input_ids",  # prompt ids + generated ids, as the server gave them, less what params take out
+    "loss_mask",  # 1 on the generated tokens that reassemble.train_on names, think-end and end
     "seq_len",
     "sample_id",
     "key",  # the trace's

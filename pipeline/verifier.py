@@ -52,8 +52,8 @@ class VerifierIdentity(BaseModel):
     """the one of end_ids that the family ends an answer with"""
     bos_id: int | None
     control_ids: list[int]
-    """special tokens of the tokenizer and markers of the family: none belongs inside a generated
-    turn"""
+    """special and added tokens of the tokenizer, markers of the family: none belongs inside a
+    generated turn"""
     blank_ids: list[int]
     """ids that decode to white space alone: a block of these is an empty block"""
     num_hidden_layers: int

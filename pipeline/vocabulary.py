@@ -34,11 +34,20 @@ def token_frequency(sequences: Dataset, vocab_size: int) -> np.ndarray:  # [voca
 def vocabulary_mapping(
     frequency: np.ndarray, draft_vocab_size: int, verifier: VerifierIdentity
 ) -> tuple[np.ndarray, np.ndarray]:
-    """d2t and t2d, see the module.
+    """d2t and t2d, see the module. Raises what `check_size` does."""
+    always = check_size(draft_vocab_size, verifier)
+    wanted = {int(token): int(frequency[token]) for token in np.flatnonzero(frequency)}
+    wanted |= dict.fromkeys(always, int(frequency.max()) + 1)
+    d2t, t2d = build_vocab_mappings_from_distribution(wanted, draft_vocab_size, verifier.vocab_size)
+    return d2t.numpy(), t2d.numpy()
+
+
+def check_size(draft_vocab_size: int, verifier: VerifierIdentity) -> set[int]:
+    """The tokens that are always in.
 
     Raises:
-        ParamsError: draft_vocab_size is too small for the tokens that are always in, or larger than
-            the verifier's vocabulary.
+        ParamsError: draft_vocab_size has no room for them, or is larger than the verifier's
+            vocabulary.
     """
     if draft_vocab_size > verifier.vocab_size:
         raise ParamsError(
@@ -53,13 +62,10 @@ def vocabulary_mapping(
             f"reassemble.draft_vocab_size {draft_vocab_size} has no room for the {len(always)} "
             "think, end and begin tokens"
         )
-    wanted = {int(token): int(frequency[token]) for token in np.flatnonzero(frequency)}
-    wanted |= dict.fromkeys(always, int(frequency.max()) + 1)
-    d2t, t2d = build_vocab_mappings_from_distribution(wanted, draft_vocab_size, verifier.vocab_size)
-    return d2t.numpy(), t2d.numpy()
+    return always
 
 
-def coverage(sequences: Dataset, t2d: np.ndarray) -> dict[str, dict[str, int | float]]:
+def coverage(sequences: Dataset, t2d: np.ndarray) -> dict[str, dict[str, int | float | None]]:
     """How many tokens of each phase the draft can propose at all. Think tokens are always in; the
     end is the end of the turn."""
     tokens, outside = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, 0)
@@ -72,7 +78,7 @@ def coverage(sequences: Dataset, t2d: np.ndarray) -> dict[str, dict[str, int | f
         phase: {
             "tokens": tokens[phase],
             "outside": outside[phase],
-            "fraction": round(1 - outside[phase] / max(tokens[phase], 1), 6),
+            "fraction": round(1 - outside[phase] / tokens[phase], 6) if tokens[phase] else None,
         }
         for phase in PHASES
     }

@@ -4,6 +4,7 @@ Ids, roles and switches are written by hand from public tables. Numbers like B16
 that name (reassembly) that this project collected.
 """
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from pipeline.families import (
     prove,
     single_id,
 )
+from pipeline.identify import marker_ids
 from pipeline.params import Family, FamilyChoice
 from tests.fake_tokenizer import FAMILY
 from tests.real_tokenizers import (
@@ -341,3 +343,23 @@ def test_the_converted_vocabularies_encode_as_the_package_does():
     ):
         assert loaded("qwen3_5").encode(text) == new.encode(text)
         assert loaded("qwen3").encode(text) == old.encode(text)
+
+
+def test_a_marker_that_is_unknown_to_the_tokenizer_is_no_token():
+    """A18: many tokenizers have one id for all that they do not know."""
+    knows_nothing = SimpleNamespace(encode=lambda *_, **__: [0], unk_token_id=0)
+    with pytest.raises(ParamsError, match=r"'<think>' is no single token"):
+        single_id(knows_nothing, "<think>", "think.start")
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("kimi_k2_5", range(163595, 163600)),  # of tool calls: none is marked as special
+        ("qwen3", [151657, 151658]),  # <tool_call> and its end
+        ("deepseek_v4", [128800, 128806, 128825]),  # fill-in-the-middle, tool calls, ｜DSML｜
+    ],
+)
+def test_what_was_added_to_a_vocabulary_is_no_text(name, tokens):
+    """B8: the chat API takes all of them for the token itself when a user writes them."""
+    assert set(tokens) <= marker_ids(loaded(name))

@@ -130,10 +130,23 @@ def test_white_space_tokens_are_blank_and_others_are_not(model):
 def test_special_tokens_and_the_familys_markers_are_control_tokens_and_think_tokens_are_not(
     model, project
 ):
-    """Also those that no map in tokenizer_config.json names; 261 is marked by the family alone."""
+    """Also added ones that nobody marks as special, as those of tool calls are (261 here)."""
     assert identify()["control_ids"] == [256, 257, 258, 261]
     project.set(**{"family.custom": FAMILY | {"control_tokens": []}})
-    assert identify()["control_ids"] == [256, 257, 258]
+    assert identify()["control_ids"] == [256, 257, 258, 261]
+
+
+def test_text_is_no_marker(model, project):
+    project.set(**{"family.custom": FAMILY | {"control_tokens": ["a"]}})
+    assert "'a' is text of the verifier, no marker" in refused(ParamsError)
+
+
+def test_code_that_comes_with_a_tokenizer_is_part_of_the_verifier(model):
+    """B14: it renders and tokenizes."""
+    before = identify()["small_files"]
+    (model / "tokenization_own.py").write_text("# code")
+    names = {file["name"] for file in identify()["small_files"]} - {f["name"] for f in before}
+    assert names == {"tokenization_own.py"}
 
 
 def test_a_think_marker_of_several_tokens_is_refused(model, project):

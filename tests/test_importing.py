@@ -416,7 +416,8 @@ def test_the_counts_add_up(project, capsys):
     )
     assert said == (
         "8 rows: 3 taken in (2 ok, 1 truncated_in_answer), 5 rejected (1 empty_reasoning, "
-        "2 not_json, 1 other_model, 1 already_there); `make repro` puts them to use"
+        "2 not_json, 1 other_model, 1 already_there); `make repro` puts those to use that answer "
+        "its questions"
     )
     assert rejected() == [
         {"row": 4, "reason": "empty_reasoning"},

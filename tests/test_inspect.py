@@ -24,7 +24,7 @@ from tests.fake_tokenizer import SPECIAL, TEMPLATE
 
 PART, JOURNAL = Path("data/traces/part-00000.jsonl"), Path("data/traces/journal.jsonl")
 Q2 = """\
-Q2_gen0 · train · source test · ok · finish_reason stop · max_tokens 512
+Q2_gen0 · train · source test · ok · finish_reason stop · asked for at most 512 tokens
 31 tokens: 5 prompt, 13 reasoning, 10 answer · 26 learnt
 [prompt]
 <|user|>Q2<|end|><|assistant|>
@@ -247,10 +247,17 @@ def test_without_answers_there_is_nothing_to_show():
 
 
 @pytest.mark.usefixtures("stored")
-@pytest.mark.parametrize("line", [b"{", b"[]", b'{"sample_id": "x"}'])
-def test_a_broken_line_is_named_with_its_file(line):
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b"{", "it is no object"),
+        (b"[]", "it is no object"),
+        (b'{"sample_id": "x"}', "key is missing"),
+    ],
+)
+def test_a_broken_line_is_named_with_its_file(line, what):
     PART.write_bytes(line + b"\n" + PART.read_bytes())
-    assert refusal() == f"inspect: {PART} holds a line that is no trace"
+    assert refusal() == f"inspect: {PART} holds a line that is no trace: {what}"
 
 
 @pytest.mark.usefixtures("stored")
@@ -262,6 +269,20 @@ def test_a_missing_verifier_is_said_in_one_line():
 
 
 # what is said of them
+
+
+def test_a_row_is_shown_by_the_ids_that_it_is_judged_by(project, answer, shown):
+    """Here those of its text, which are one fewer than the server billed."""
+    project.set(**{"reassemble.source": "text"})
+    store(answer("Q2", content="\n\nIt is 2"))
+    said = shown("Q2")
+    assert "rejected, usage" in said
+    assert "[answer]\n\n\nIt is 2\n" in said
+
+
+def test_without_the_answers_ids_its_text_is_shown(project, answer, shown):
+    store(answer("Q2", [], reasoning="so", content="It is 2Q"))
+    assert "[reasoning]\nso\n[answer]\nIt is 2Q\n" in shown("Q2")
 
 
 @pytest.mark.parametrize(
@@ -295,7 +316,8 @@ def test_a_refusal_shows_what_was_asked_and_what_the_server_said(shown, answer):
     nothing = {"prompt_token_ids": [], "token_ids": [], "reasoning": None, "content": None}
     store(answer("Q2", None, None, **error) | nothing)
     assert shown() == (
-        "Q2_gen0 · train · source test · rejected_by_server · finish_reason None · max_tokens 512\n"
+        "Q2_gen0 · train · source test · rejected_by_server · finish_reason None · "
+        "asked for at most 512 tokens\n"
         "error: too↵long<U+001B>[2J\n"
         "no token ids, text alone\n"
         "rejected, rejected_by_server: the server refused the question, mostly as too long\n"
@@ -489,7 +511,7 @@ def test_in_a_pipe_it_is_plain_text(answer):
 def test_a_reader_that_has_enough_ends_it_in_silence(answer):
     store(*(answer(f"Q{n}") for n in range(2000)))
     with command("-n", "2000") as process:
-        assert process.stdout.readline().endswith("max_tokens 512\n")
+        assert process.stdout.readline().endswith("asked for at most 512 tokens\n")
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == -signal.SIGPIPE  # as `yes | head -1`

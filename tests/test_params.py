@@ -252,3 +252,9 @@ def test_a_misspelt_key_is_shown_as_it_was_written(project):
     project.values["prompts"]["sample_capp"] = project.values["prompts"].pop("sample_cap")
     project.set()
     assert "unknown key prompts.sample_capp" in problem(project)
+
+
+@pytest.mark.parametrize("reasoning", ["drop", "empty"])
+def test_no_draft_learns_the_reasoning_that_was_taken_out(project, reasoning):
+    project.set(**{"reassemble.train_on": "reasoning", "reassemble.reasoning": reasoning})
+    assert f"train_on is reasoning, but reasoning: {reasoning} takes it out" in problem(project)

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import DataError, ParamsError, VerifierError
+from pipeline.errors import DataError, ParamsError, UserError, VerifierError
 from pipeline.records import Rejected, SequenceRejection, Status
-from pipeline.resume import file_sha256, jsonl, write_bytes
+from pipeline.resume import file_sha256, jsonl, one_writer, write_bytes
 from tests.conftest import ROOT
 from tests.fake_server import (
     ASSISTANT,
@@ -28,6 +28,7 @@ from tests.fake_server import (
     prompt_ids,
     written,
 )
+from tests.fake_tokenizer import FAMILY
 
 pytestmark = pytest.mark.timeout(120)  # the first import of speculators takes its time
 CUT, CUT_LATE = "truncated_in_reasoning", "truncated_in_answer"
@@ -109,6 +110,7 @@ BROKEN: dict[str, tuple[list[int], dict[str, Any]]] = {
     "bos": (turn("abc", "xy"), {"prompt": [BOS, USER, *ids("Q"), END, ASSISTANT]}),
     "control_text": (turn("abc", "xy"), {"prompt": [USER, THINK, END, ASSISTANT]}),
     "other_template": (turn("abc", "xy"), {"prompt": ids("Q")}),
+    "unknown_id": ([THINK, 97, THINK_END, VOCAB_SIZE, END], {"reasoning": "", "content": ""}),
     "no_token_ids": ([], {"prompt": [], "usage": {}}),
     "truncated": ([THINK, *ids("abc")], {"finish": "length", "status": CUT}),
     "too_long": (turn("abc" * 30, "xy"), {}),
@@ -150,6 +152,43 @@ def test_each_reason_is_counted_and_named_for_each_row(project, trace_of, reason
     report = project.report("reassemble")
     assert but_zeros(report["rejected"]) == dict.fromkeys(reasons, 1)
     assert report["rows_in"] == report["train"] + report["held_out"] + len(reasons)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("usage", None, "usage is of another type"),
+        ("token_ids", "12", "token_ids is of another type"),
+        ("token_ids", [1, "2"], "token ids that are no integers"),
+        ("status", "fine", "no status 'fine'"),
+    ],
+)
+def test_a_row_that_is_no_trace_is_named_with_its_line(project, traces, field, value, what):
+    traces[2][field] = value
+    store(traces)
+    with pytest.raises(DataError, match=rf"part-00000\.jsonl:3 is no trace: {what}"):
+        reassemble()
+
+
+def test_a_field_that_is_missing_is_named(project, traces):
+    del traces[2]["usage"]
+    store(traces)
+    with pytest.raises(DataError, match=r"part-00000\.jsonl:3 is no trace: usage is missing"):
+        reassemble()
+
+
+def test_a_second_run_at_the_same_time_is_told(project, traces):
+    with one_writer(Path("data/sequences")), pytest.raises(UserError, match="being written by"):
+        reassemble()
+
+
+def test_a_draft_vocabulary_that_does_not_fit_changes_nothing(project, traces):
+    reassemble()
+    before = project.bytes("data/sequences/**/*", "reports/*")
+    project.set(**{"reassemble.draft_vocab_size": 2, "reassemble.train_on": "answer"})
+    with pytest.raises(ParamsError, match="no room"):
+        reassemble()
+    assert project.bytes("data/sequences/**/*", "reports/*") == before
 
 
 def test_the_report_names_every_reason_and_status_whatever_the_rows(project, traces):
@@ -554,6 +593,7 @@ def test_texts_that_give_their_ids_back_agree(project, traces):
         "compared": 6,
         "share": round(5 / 6, 4),
         "exact": 5,
+        "stripped_exact": 5,
         "whitespace": 1,  # Q4, whose tags have no newlines next to them
         "retokenized": 0,
         "other": 0,
@@ -575,7 +615,7 @@ def test_each_kind_of_disagreement_is_counted_and_shown(project, trace_of, capsy
     reassemble()
     agreement = project.report("reassemble")["text_agreement"]
     counts = {"exact": 1, "whitespace": 1, "retokenized": 1, "other": 2}
-    assert agreement == {"compared": 5, "share": 0.2, **counts}
+    assert agreement == {"compared": 5, "share": 0.2, "stripped_exact": 1, **counts}
     assert project.rows("data/sequences/disagreements.jsonl") == [
         {
             "sample_id": "Q2_gen0",
@@ -627,7 +667,27 @@ def test_examples_of_disagreement_are_few(project, trace_of):
     agreement = project.report("reassemble")["text_agreement"]
     assert (agreement["compared"], agreement["whitespace"], agreement["share"]) == (30, 30, 0.0)
     shown = project.rows("data/sequences/disagreements.jsonl")
-    assert [row["sample_id"] for row in shown] == [f"{name}_gen0" for name in names[:20]]
+    assert [row["sample_id"] for row in shown] == [f"{name}_gen0" for name in names[:10]]
+
+
+def test_the_familys_white_space_is_proved_on_texts_without_it(project, trace_of):
+    """The server gives its texts with their newlines, so a wrong family would agree as well."""
+    names = ["Q1", "Q2", "Q3"]
+    project.ask(*names)
+    store([trace_of(name, turn("\nabc\n", "\n\nxy"), key=name) for name in names])
+    reassemble()
+    agreement = project.report("reassemble")["text_agreement"]
+    assert (agreement["exact"], agreement["stripped_exact"]) == (3, 3)
+    project.set(**{"family.custom": FAMILY | {"after_think_end": "\n"}})
+    reassemble()
+    agreement = project.report("reassemble")["text_agreement"]
+    assert (agreement["exact"], agreement["stripped_exact"]) == (3, 0)
+
+
+def test_answers_without_ids_alone_name_the_way_out(project, trace_of):
+    store([trace_of(f"Q{n}", [], prompt=[], usage={}, key=f"{n}") for n in range(1, 7)])
+    with pytest.raises(DataError, match=r"6 no_token_ids; reassemble\.source: ids_else_text"):
+        reassemble()
 
 
 def test_rows_without_ids_are_not_compared(project, traces, trace_of):
@@ -655,7 +715,8 @@ def test_nothing_to_compare_is_no_share_of_nothing(project, trace_of):
     report = project.report("reassemble")
     assert (report["rebuilt"], report["rows_in"], report["train"]) == (6, 6, 5)
     counts = {"exact": 0, "whitespace": 0, "retokenized": 0, "other": 0}
-    assert report["text_agreement"] == {"compared": 0, "share": 0.0, **counts}
+    nothing = {"compared": 0, "share": None, "stripped_exact": 0}
+    assert report["text_agreement"] == {**nothing, **counts}
     assert Path("data/sequences/disagreements.jsonl").read_bytes() == b""
 
 

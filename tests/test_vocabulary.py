@@ -197,10 +197,10 @@ def test_the_coverage_is_told_by_phase(written):
     }
 
 
-def test_what_is_not_there_is_not_left_out(written):
+def test_of_what_is_not_there_nothing_is_said(written):
     found = coverage(written([ROWS[2]]), np.zeros(8, dtype=bool))
     assert found["reasoning"] == {"tokens": 2, "outside": 2, "fraction": 0.0}
-    assert found["answer"] == found["end"] == {"tokens": 0, "outside": 0, "fraction": 1.0}
+    assert found["answer"] == found["end"] == {"tokens": 0, "outside": 0, "fraction": None}
 
 
 def test_a_vocabulary_that_knows_all_covers_all(written):

@@ -67,7 +67,7 @@ class ShardWriter:
         self.path = path
         self._records = list(entry.sequences)
         self._entry = entry
-        self._missing = len(self._records)
+        self._missing = set(range(len(self._records)))  # put() may run in several threads
         self._rows = _offsets([record.num_tokens for record in self._records])
         self._last_rows = _offsets([record.num_last_states for record in self._records])
         self.num_layers, self.hidden_size = len(entry.layer_ids), hidden_size
@@ -83,7 +83,7 @@ class ShardWriter:
 
     @property
     def complete(self) -> bool:
-        return self._missing == 0
+        return not self._missing
 
     def put(self, index: int, states: States) -> None:
         """States of the entry's sequence `index`; further last states in front are left out."""
@@ -97,11 +97,11 @@ class ShardWriter:
         else:
             self._aux[rows], self._last[last_rows] = states.aux, last
         self._token_ids[rows] = states.token_ids
-        self._missing -= 1
+        self._missing.discard(index)
 
     def reject(self, index: int, reason: StatesRejection) -> None:
         self._records[index] = self._records[index].model_copy(update={"rejected": reason})
-        self._missing -= 1
+        self._missing.discard(index)
 
     def write(self) -> ShardEntry:
         """Raises OSError when the disk is full: the old shard, if there was one, stays then."""

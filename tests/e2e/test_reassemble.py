@@ -1,6 +1,7 @@
 """The sequences of the real run: how many there are, what speculators makes of them and of text."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,8 @@ def test_of_a_hundred_texts_95_give_their_ids_back_and_each_other_has_its_kind(
     assert sum(kinds.values()) == found["compared"] > 400
     assert kinds["exact"] >= 0.95 * found["compared"]
     lines = (finished.root / "data/sequences/disagreements.jsonl").read_text().splitlines()
-    shown = [json.loads(line)["kind"] for line in lines]
-    assert len(shown) == min(found["compared"] - kinds["exact"], 20)
-    assert set(shown) == {kind for kind, n in kinds.items() if n} - {"exact"}
+    shown = Counter(json.loads(line)["kind"] for line in lines)
+    assert shown == {kind: min(n, 10) for kind, n in kinds.items() if n and kind != "exact"}
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
@@ -71,15 +71,13 @@ def test_speculators_makes_the_same_of_the_text(
 ) -> None:
     """Its way renders the finished turn with the chat template. That is right where the template
     keeps the reasoning under the name `reasoning_content` (case B3), the newlines are those the
-    verifier writes, and the tokenizer gives the ids back (case B10)."""
+    verifier writes, and the tokenizer gives the ids back (case B10); else the text is the same."""
     monkeypatch.chdir(finished.root)
-    different = {
-        json.loads(line)["sample_id"]
-        for line in Path("data/sequences/disagreements.jsonl").read_text().splitlines()
-    }
-    ours = [row for row in sequences(finished, "train") if row["sample_id"] not in different]
+    tokenizer = AutoTokenizer.from_pretrained("models/verifier")
+    [newline] = tokenizer.encode("\n")
+    ours = sequences(finished, "train")
     traces = {trace["sample_id"]: trace for trace in finished.traces()}
-    rows = [as_conversation(traces[row["sample_id"]]) for row in ours]
+    rows = [as_conversation(traces[sample_id]) for sample_id in ours["sample_id"]]
     source = tmp_path / "conversations.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with serve(load_params().verifier, "prepare", ["--enable-scale-out"]) as endpoint:
@@ -90,12 +88,18 @@ def test_speculators_makes_the_same_of_the_text(
             *("--render-endpoint", endpoint.base_url.removesuffix("/v1")),
         )
     made = load_from_disk(str(tmp_path / "theirs")).with_format(None)
-    theirs = {tuple(row["input_ids"]): row for row in made}
-    assert len(theirs) == len(ours) > 300
-    [newline] = AutoTokenizer.from_pretrained("models/verifier").encode("\n")
+    theirs = {tuple(row["input_ids"]): row["loss_mask"] for row in made}
+    texts = {tokenizer.decode(row["input_ids"]) for row in made}
+    assert len(theirs) == len(ours)
+    num_same = 0
     for row in ours:
-        twin = theirs[(*row["input_ids"], newline)]
-        assert twin["loss_mask"] == [*row["loss_mask"], 1]
+        ids = (*row["input_ids"], newline)
+        if ids in theirs:
+            assert theirs[ids] == [*row["loss_mask"], 1]
+            num_same += 1
+        else:
+            assert tokenizer.decode(ids) in texts
+    assert num_same >= 0.95 * len(ours)
 
 
 def as_conversation(trace: dict[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ verify-states: setup
 test: lint
 	$(PYTEST) -m "not full"
 
-## Runs the tests that need no server, in two to three minutes
+## Runs the tests that need no server
 test-fast: setup
 	$(PYTEST) -m "not server and not e2e and not full"
 

@@ -71,14 +71,7 @@ class Assembler:
         check_turn(tokens, trace, spans, verifier, thinking=self._thinking)
         check_usage(tokens, trace, is_rebuilt=is_rebuilt)
         has_control_text = self._check_prompt(tokens.prompt_ids, trace)
-        phased = phases(tokens, spans)
-        if params.reasoning != "keep":
-            phased = without_reasoning(phased, verifier, keep_pair=params.reasoning == "empty")
-        cut_in = "none"
-        if len(phased.ids) > params.max_tokens:
-            if params.on_too_long == "drop":
-                raise Rejected(SequenceRejection.TOO_LONG)
-            phased, cut_in = cut(phased, params.max_tokens)
+        phased, cut_in = self._wanted(phases(tokens, spans))
         mask = loss_mask(phased, params.train_on)
         if not mask.any():
             is_cut = cut_in != "none"
@@ -123,6 +116,18 @@ class Assembler:
             if not 0 <= min(ids) <= max(ids) < self.verifier.vocab_size:
                 raise Rejected(SequenceRejection.UNKNOWN_ID)
         return tokens, False
+
+    def _wanted(self, phased: Phased) -> tuple[Phased, str]:
+        """Without the reasoning, if the params say so, and not too long; the phase of a cut."""
+        params = self._params
+        if params.reasoning != "keep":
+            keep_pair = params.reasoning == "empty"
+            phased = without_reasoning(phased, self.verifier, keep_pair=keep_pair)
+        if len(phased.ids) <= params.max_tokens:
+            return phased, "none"
+        if params.on_too_long == "drop":
+            raise Rejected(SequenceRejection.TOO_LONG)
+        return cut(phased, params.max_tokens)
 
     def _check_prompt(self, prompt_ids: list[int], trace: Trace) -> bool:
         """Whether a user wrote control tokens into the question, which the server took for real.

@@ -70,7 +70,7 @@ class ComparisonSample:
             for _, _, trace in sorted(self._largest_first, key=lambda entry: -entry[0]):
                 kind, example = compare(trace, rebuilder)
                 counts[kind] += 1
-                stripped_exact += compare(stripped(trace), rebuilder)[0] is Agreement.EXACT
+                stripped_exact += gives_ids_back(stripped(trace), rebuilder)
                 if example and counts[kind] <= EXAMPLES_A_KIND:
                     examples.append(example)
                 bar.advance()
@@ -87,9 +87,20 @@ def num_tokens(trace: Trace) -> int:
     return len(trace["prompt_token_ids"]) + len(trace["token_ids"])
 
 
+def gives_ids_back(trace: Trace, rebuilder: Rebuilder) -> bool:
+    try:
+        return rebuilder.rebuild(trace) == generated_of(trace)
+    except Rejected:
+        return False
+
+
+def generated_of(trace: Trace) -> Tokens:
+    return Tokens(trace["prompt_token_ids"], trace["token_ids"])
+
+
 def compare(trace: Trace, rebuilder: Rebuilder) -> tuple[Agreement, dict[str, Any] | None]:
     """The kind of agreement, and unless it is exact where the two part."""
-    generated = Tokens(trace["prompt_token_ids"], trace["token_ids"])
+    generated = generated_of(trace)
     try:
         rebuilt = rebuilder.rebuild(trace)
     except Rejected as rejection:

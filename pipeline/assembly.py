@@ -27,7 +27,7 @@ from pipeline.records import (
     Status,
     Trace,
 )
-from pipeline.verifier import VerifierIdentity
+from pipeline.verifier import VerifierIdentity, load_tokenizer, small_files
 
 ABLATIONS = {
     "keep": Ablation.NONE,
@@ -44,6 +44,13 @@ class Phased(NamedTuple):
     generated_start: int
     reasoning: tuple[int, int]
     answer: tuple[int, int]
+
+
+def load_assembler(params: Params, verifier: VerifierIdentity) -> "Assembler":
+    """With the verifier's own tokenizer. Raises VerifierError when there is none."""
+    folder = small_files(verifier.model, verifier.revision)
+    tokenizer = load_tokenizer(folder, trust_remote_code=params.verifier.trust_remote_code)
+    return Assembler(params, verifier, tokenizer)
 
 
 class Assembler:

@@ -413,14 +413,3 @@ def _stale_prefixes(parts: Sequence[torch.Tensor], limit: float) -> bool:
     """Whether in each sequence the wrong tokens are its first ones, and never all."""
     wrong = [part > limit for part in parts]
     return all(not bool(w.all()) and bool(w[: int(w.sum())].all()) for w in wrong)
-
-
-# (4) one list of layers
-
-
-def compare_layer_lists(lists: dict[str, list[int]]) -> list[Finding]:
-    """`lists`: who says so, and which layers."""
-    if len({tuple(layers) for layers in lists.values()}) <= 1:
-        return []
-    said = ", ".join(f"{who} {layers}" for who, layers in lists.items())
-    return [Finding(Cause.OTHER_LAYER, f"not one list of layers: {said}")]

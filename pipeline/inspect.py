@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 from rich.console import Console
 
-from pipeline.assembly import Assembler
+from pipeline.assembly import Assembler, load_assembler
 from pipeline.display import MEANINGS, Fate, display
 from pipeline.errors import DataError, PipelineError, UserError
 from pipeline.params import load_params
@@ -46,7 +46,7 @@ from pipeline.records import (
 )
 from pipeline.resume import read_jsonl
 from pipeline.traces import JOURNAL
-from pipeline.verifier import load_tokenizer, load_verifier, small_files
+from pipeline.verifier import load_verifier
 
 REASONS = [reason.value for reason in MEANINGS]
 BYTES_WORTH_A_BAR = 32 << 20  # about two seconds
@@ -100,7 +100,8 @@ def show(args: argparse.Namespace) -> None:
             raise DataError(f"{TRACES} holds no answers; `dvc repro generate` makes them")
         chosen = [find(wanted, lines) for wanted in args.rows]
         differences = differences_by_id(must_exist=args.differs)
-        assembler = load_assembler()
+        with Console(stderr=True).status("loading the tokenizer"):
+            assembler = load_assembler(load_params(), load_verifier())
         chosen = chosen or at_random(lines, args.n, condition(args, differences, assembler))
         splits = splits_of(line.sample_id for line in chosen)
         for line in chosen:
@@ -113,14 +114,6 @@ def show(args: argparse.Namespace) -> None:
             display(trace, fate, split, tokens, difference, assembler.rebuilder, with_ids=args.ids)
         if not args.rows and len(chosen) < args.n:
             print(f"{len(chosen)} found among {len(lines)} rows")
-
-
-def load_assembler() -> Assembler:
-    params, verifier = load_params(), load_verifier()
-    with Console(stderr=True).status("loading the tokenizer"):
-        folder = small_files(verifier.model, verifier.revision)
-        tokenizer = load_tokenizer(folder, trust_remote_code=params.verifier.trust_remote_code)
-    return Assembler(params, verifier, tokenizer)
 
 
 def fate_of(trace: Trace, assembler: Assembler) -> Fate:

@@ -26,7 +26,7 @@ import numpy as np
 from datasets import disable_progress_bars
 
 from pipeline.agreement import TOKENS_COMPARED, Agreement, ComparisonSample
-from pipeline.assembly import ABLATIONS, Assembler
+from pipeline.assembly import ABLATIONS, Assembler, load_assembler
 from pipeline.errors import DataError
 from pipeline.params import load_params
 from pipeline.progress import progress_bar
@@ -51,7 +51,7 @@ from pipeline.records import (
 from pipeline.resume import atomic_path, jsonl, one_writer, read_jsonl, write_bytes, write_json
 from pipeline.sequences import SequenceWriter, load_split
 from pipeline.stage import run_stage
-from pipeline.verifier import load_tokenizer, load_verifier, small_files
+from pipeline.verifier import load_verifier
 from pipeline.vocabulary import (
     check_size,
     coverage,
@@ -68,10 +68,8 @@ REJECTED_PATH = SEQUENCES / "rejected.jsonl"
 def main() -> None:
     disable_progress_bars()  # one bar is enough, and it is ours
     params, verifier = load_params(), load_verifier()
-    folder = small_files(verifier.model, verifier.revision)
-    tokenizer = load_tokenizer(folder, trust_remote_code=params.verifier.trust_remote_code)
     check_size(params.reassemble.draft_vocab_size, verifier)
-    assembler = Assembler(params, verifier, tokenizer)
+    assembler = load_assembler(params, verifier)
     tally, compared = Tally(verifier.think_end_id), ComparisonSample(TOKENS_COMPARED)
     with one_writer(SEQUENCES):
         write_sequences(assembler, tally, compared)

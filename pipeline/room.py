@@ -6,13 +6,10 @@ value, and of the last layer only what training reads.
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from pipeline.errors import UserError
 from pipeline.manifest import Plan, ShardEntry
@@ -24,8 +21,6 @@ from pipeline.verifier import VerifierIdentity
 ADVICE = (
     "a smaller extract.dtype or a smaller prompts.sample_cap, or the project on another file system"
 )
-# safetensors tells the number of a system error in its words only.
-OS_ERROR = re.compile(r"os error (\d+)")
 PAGE = 4096
 
 
@@ -79,25 +74,19 @@ def require(folder: Path, needed: int, what: str, what_helps: str = ADVICE) -> N
 
 @contextmanager
 def told_plainly(folder: Path) -> Iterator[None]:
-    """Raises UserError instead of what the disk or safetensors says when a write finds no room."""
+    """Raises UserError instead of what the disk says when a write finds no room."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else _number(error)
-        if number not in NO_ROOM:
+    except OSError as error:
+        number = error.errno
+        if number is None or number not in NO_ROOM:
             raise
-        assert number is not None
         reason = "over the limit for a file" if number == errno.EFBIG else os.strerror(number)
         free = size(shutil.disk_usage(folder).free)
         raise UserError(
             f"{folder}: {reason} ({free} are free); what is stored stays, make room and run "
             f"again; what helps: {ADVICE}"
         ) from error
-
-
-def _number(error: SafetensorError) -> int | None:
-    found = OS_ERROR.search(str(error))
-    return int(found[1]) if found else None
 
 
 def size(count: int) -> str:

@@ -167,12 +167,12 @@ RAISE: Any = {"on_missing": "raise"}
 
 
 def our_loader(kind: Kind, folder: Path, dataset_class: type[ArrowDataset]) -> Any:
-    keys = [key_of(index) for index in range(kind.num_sequences)]
-    transfer = ShardTransfer(HiddenStates(folder / kind.dtype), keys)
-    dataset = dataset_class(kind.max_len, folder / "rows", transfer, **RAISE)
+    states, rows = HiddenStates(folder / kind.dtype), load_from_disk(str(folder / "rows"))
     if dataset_class is StatesDataset:
-        dataset.data = Rows(dataset.data)
-    return batches(kind, dataset)
+        quick = StatesDataset(folder / "rows", rows, states, kind.max_len, torch.bfloat16)
+        return batches(kind, quick)
+    transfer = states.transfer(list(rows["key"]))
+    return batches(kind, ArrowDataset(kind.max_len, folder / "rows", transfer, **RAISE))
 
 
 def batches(kind: Kind, dataset: ArrowDataset) -> Any:

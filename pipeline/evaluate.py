@@ -5,7 +5,7 @@
 reads   models/draft, data/sequences/held_out, data/hidden_states, data/verifier.json
 writes  reports/evaluate.json, data/acceptance/runs.parquet
 params  evaluate.*, benchmark.num_draft_tokens, benchmark.prompt_lookup_*, extract.layer_ids,
-        verifier.dtype
+        extract.mode, verifier.dtype
 
 A greedy server with k draft tokens walks through an answer like this: its prefill yields the first
 token for nothing; then each verification step drafts k tokens, keeps the leading ones that are
@@ -18,6 +18,8 @@ end: vLLM's own counter goes on counting there and comes out 1 or 2 % higher.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +28,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.train.recovery import SampleUnavailable
 from torch.nn.functional import pad
+from torch.utils.data import DataLoader
 
 from pipeline.devices import ATTENTION_BLOCK, training_device
 from pipeline.draft import check_layer_ids, load_draft
 from pipeline.errors import DataError
+from pipeline.loading import StatesDataset
 from pipeline.params import load_params
 from pipeline.progress import progress_bar
-from pipeline.records import DRAFT, HIDDEN_STATES, SEQUENCES, Split
+from pipeline.records import DRAFT, SEQUENCES, Split
 from pipeline.resume import atomic_path, write_json
 from pipeline.sequences import load_split
-from pipeline.shards import HiddenStates, States
 from pipeline.stage import run_stage
+from pipeline.streaming import open_states
 from pipeline.verifier import load_verifier
 
 HELD_OUT = SEQUENCES / Split.HELD_OUT
@@ -78,19 +83,18 @@ class Step:
 
 @torch.inference_mode()
 def draft_runs(
-    draft: Eagle3DraftModel, states: States, start: int, max_draft_tokens: int
+    draft: Eagle3DraftModel, sample: dict[str, torch.Tensor], start: int, max_draft_tokens: int
 ) -> np.ndarray:
     """The accepted run after each generated token but the last, see Answer.runs.
 
     The draft sees token x[j+1] beside the verifier's states at j, in training as in vLLM's EAGLE-3
     proposer; from there it proposes x[j+2], x[j+3] …
     """
-    token_ids, aux, _ = states  # [T], [T, 3, H]
+    token_ids, hidden_states = sample["input_ids"], sample["hidden_states"]  # [T], [T, 3H]
     device, dtype = draft.device, draft.dtype
     padding = -(len(token_ids) - 1) % ATTENTION_BLOCK  # P ≥ T - 1 with it
-    hidden_states = pad(aux[:-1].flatten(1), (0, 0, 0, padding))
     proposed = draft(
-        hidden_states=hidden_states[None].to(device, dtype),  # [1, P, 3H]
+        hidden_states=pad(hidden_states[:-1], (0, 0, 0, padding))[None].to(device, dtype),
         input_ids=pad(token_ids[1:], (0, padding))[None].to(device),  # [1, P]
         document_ids=pad(torch.zeros_like(token_ids[1:]), (0, padding), value=-1)[None].to(device),
         ttt_steps=max_draft_tokens,
@@ -242,22 +246,30 @@ def main() -> None:
     device = training_device()
     num_draft_tokens = params.benchmark.num_draft_tokens
     max_draft_tokens = max(params.evaluate.max_draft_tokens, num_draft_tokens)
-    states = HiddenStates(HIDDEN_STATES)
     rows = load_split(HELD_OUT)
     layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
-    held_out = states.of(rows, layer_ids, verifier.weights_fingerprint)
     check_layer_ids(DRAFT, params.extract.layer_ids)
     draft = load_draft(DRAFT, getattr(torch, params.verifier.dtype), device)
     lookup = (params.benchmark.prompt_lookup_min, params.benchmark.prompt_lookup_max)
     answers, ngram_answers = [], []
-    with progress_bar("evaluating", len(held_out), "answers") as bar:
-        for row in held_out:
-            start = row["generated_start"]
-            runs = draft_runs(draft, states.read(row["key"]), start, max_draft_tokens)
-            answers.append(Answer(row["sample_id"], start, row["answer_start"], runs))
-            runs = ngram_runs(row["input_ids"], start, num_draft_tokens, *lookup)
-            ngram_answers.append(Answer(row["sample_id"], start, row["answer_start"], runs))
-            bar.advance()
+    with open_states(params, verifier) as states:
+        held_out = states.of(rows, layer_ids, verifier.weights_fingerprint)
+        max_len = params.verifier.max_model_len  # nothing is cut
+        samples = StatesDataset(HELD_OUT, held_out, states, max_len, draft.dtype)
+        # collate_fn: nothing is padded or packed here.
+        batches: Any = DataLoader(samples, params.extract.concurrency, collate_fn=list)
+        with progress_bar("evaluating", len(held_out), "answers") as bar:
+            for row, sample in zip(held_out, chain.from_iterable(batches), strict=True):
+                bar.advance()
+                if isinstance(sample, SampleUnavailable):
+                    continue
+                answer = partial(
+                    Answer, row["sample_id"], row["generated_start"], row["answer_start"]
+                )
+                start = row["generated_start"]
+                answers.append(answer(draft_runs(draft, sample, start, max_draft_tokens)))
+                runs = ngram_runs(row["input_ids"], start, num_draft_tokens, *lookup)
+                ngram_answers.append(answer(runs))
     if not any(len(answer.runs) for answer in answers):
         raise DataError(f"{HELD_OUT}: no answer of two tokens or more, so nothing to draft")
     save_runs(RUNS, answers)
@@ -267,7 +279,7 @@ def main() -> None:
     found["ngram_acceptance_length"] = lengths([step for step in ngram_steps if step.drafted])
     # rows_in = samples + rejected
     found["rows_in"] = len(rows)
-    found["rejected"] = {"no_states": len(rows) - len(held_out)}
+    found["rejected"] = {"no_states": len(rows) - len(answers)}
     write_json(METRICS_PATH, found)
     print(f"acceptance length with {num_draft_tokens} draft tokens: {found['acceptance_length']}")
 

@@ -3,7 +3,7 @@
     python -m pipeline.extract
 
 reads   data/sequences/{train,held_out}, data/verifier.json
-writes  data/hidden_states/ (see pipeline.shards; parity.json is the parity gate's, see
+writes  data/hidden_states/ (see pipeline.manifest; parity.json is the parity gate's, see
         pipeline.parity), reports/extract.json
 params  extract.*, and of verifier.* what its server needs (all but model, revision, parser)
 
@@ -11,9 +11,11 @@ Shard i holds the sequences, one a turn, whose prompt_index lies in [i·n, (i+1)
 extract.samples_per_shard, so that more questions touch the last shard alone. A shard that is there
 already stays as it is, byte for byte; within one that changes, states of the same tokens are
 copied. Only the rest is asked of vLLM, which runs each sequence through the verifier once
-(see pipeline.capture).
+(see pipeline.capture). With extract.mode streamed there are no shards: what they would hold is
+planned and proved, and asked for when it is needed (see pipeline.streaming).
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +27,8 @@ from datasets import Dataset, concatenate_datasets
 from pipeline.errors import DataError
 from pipeline.manifest import (
     MANIFEST,
+    PLAN,
+    SHARDS,
     Manifest,
     SequenceRecord,
     ShardEntry,
@@ -115,34 +119,38 @@ def wanted_shards(
 
 
 def prune(folder: Path, wanted: set[str]) -> None:
-    """Remove shards that nobody wants any more, and what a killed writer left."""
-    for path in [*folder.glob("shard-*.safetensors"), *folder.glob(f"shard-*{TEMP_SUFFIX}")]:
-        if path.name not in wanted:
-            path.unlink()
+    """Remove shards, manifest or plan that nobody wants any more, and what a killed writer left."""
+    for pattern in (SHARDS, f"shard-*{TEMP_SUFFIX}", MANIFEST, PLAN):
+        for path in folder.glob(pattern):
+            if path.name not in wanted:
+                path.unlink()
 
 
-def report(manifest: Manifest) -> dict[str, Any]:
-    """reports/extract.json; rows_in = rows_stored + rejected."""
-    stored = [record for shard in manifest.shards for record in shard.stored()]
-    reasons = [record.rejected for shard in manifest.shards for record in shard.sequences]
+def report(entries: Sequence[ShardEntry]) -> dict[str, Any]:
+    """reports/extract.json; rows_in = rows_stored + rows_streamed + rejected."""
+    there = [record for entry in entries for record in entry.stored()]
+    reasons = [record.rejected for entry in entries for record in entry.sequences]
+    shards = [entry for entry in entries if isinstance(entry, ShardFile)]
+    num_stored = sum(len(shard.stored()) for shard in shards)
     return {
         "rows_in": len(reasons),
-        "rows_stored": len(stored),
+        "rows_stored": num_stored,
+        "rows_streamed": len(there) - num_stored,
         "rejected": count_by((reason for reason in reasons if reason), StatesRejection),
-        "tokens": sum(record.num_tokens for record in stored),
-        "last_states": sum(record.num_last_states for record in stored),
-        "shards": len(manifest.shards),
-        "bytes": sum(shard.num_bytes for shard in manifest.shards),
+        "tokens": sum(record.num_tokens for record in there),
+        "last_states": sum(record.num_last_states for record in there),
+        "shards": len(shards),
+        "bytes": sum(shard.num_bytes for shard in shards),
     }
 
 
-def parity_figures(folder: Path, manifest: Manifest) -> dict[str, Any] | None:
-    """What the parity gate (pipeline.parity) measured on the settings of the shards."""
+def parity_figures(folder: Path, entries: Sequence[ShardEntry]) -> dict[str, Any] | None:
+    """What the parity gate (pipeline.parity) measured on the settings of the shards or the plan."""
     if not (folder / PARITY).exists():
         return None
     found = read_json(folder / PARITY)
-    for shard in manifest.shards:
-        if any(getattr(shard, name) != found["settings"][name] for name in MADE_BY):
+    for entry in entries:
+        if any(getattr(entry, name) != found["settings"][name] for name in MADE_BY):
             return None
     return {
         "reference_max_error": found["max_errors"] and max(found["max_errors"]),
@@ -151,37 +159,70 @@ def parity_figures(folder: Path, manifest: Manifest) -> dict[str, Any] | None:
     }
 
 
+def store(
+    wanted: dict[str, ShardEntry], sequences: Dataset, params: Params, verifier: VerifierIdentity
+) -> list[ShardFile]:
+    """extract.mode stored: make the shards that are not there."""
+    todo = plan(wanted, survey(HIDDEN_STATES))
+    print(
+        f"{len(sequences)} sequences in {len(wanted)} shards: {len(todo.kept)} are there, "
+        f"{len(todo.to_make)} to make, {len(todo.to_ask)} sequences to ask"
+    )
+    made: dict[str, ShardFile] = {}
+    if todo.to_make:
+        # Here and not above: torch and vLLM's client take seconds to load, for nothing mostly.
+        from pipeline.capture import make_shards
+        from pipeline.parity import prove
+        from pipeline.room import check_room
+        from pipeline.states_server import states_endpoints
+
+        check_room(todo, params, verifier, HIDDEN_STATES)
+        nobody = nullcontext[list[Endpoint]]([])
+        with states_endpoints(params, verifier) if todo.to_ask else nobody as endpoints:
+            if todo.to_ask:
+                settings = next(iter(todo.to_make.values()))
+                prove(endpoints, sequences, params, verifier, settings, HIDDEN_STATES)
+            made = make_shards(todo, sequences, params, verifier, HIDDEN_STATES, endpoints)
+    shards = {**todo.kept, **made}
+    manifest = Manifest(shards=[shards[name] for name in sorted(shards)])
+    write_json(HIDDEN_STATES / MANIFEST, manifest.model_dump())
+    return manifest.shards
+
+
+def stream(
+    wanted: dict[str, ShardEntry], sequences: Dataset, params: Params, verifier: VerifierIdentity
+) -> ShardEntry:
+    """extract.mode streamed: write the plan, once the server is proved right."""
+    any_shard = next(iter(wanted.values()))
+    records = [record for entry in wanted.values() for record in entry.sequences]
+    planned = any_shard.model_copy(update={"dtype": params.verifier.dtype, "sequences": records})
+    if parity_figures(HIDDEN_STATES, [planned]) is None:
+        from pipeline.parity import prove
+        from pipeline.states_server import states_endpoints
+
+        with states_endpoints(params, verifier) as endpoints:
+            prove(endpoints, sequences, params, verifier, planned, HIDDEN_STATES)
+    write_json(HIDDEN_STATES / PLAN, planned.model_dump())
+    return planned
+
+
 def main() -> None:
     params, verifier = load_params(), load_verifier()
     sequences = load_sequences(SEQUENCES)
     wanted = wanted_shards(sequences, params, verifier)
     with one_writer(HIDDEN_STATES):
-        todo = plan(wanted, survey(HIDDEN_STATES))
-        print(
-            f"{len(sequences)} sequences in {len(wanted)} shards: {len(todo.kept)} are there, "
-            f"{len(todo.to_make)} to make, {len(todo.to_ask)} sequences to ask"
-        )
-        made: dict[str, ShardFile] = {}
-        if todo.to_make:
-            # Here and not above: torch and vLLM's client take seconds to load, for nothing mostly.
-            from pipeline.capture import make_shards
-            from pipeline.parity import prove
-            from pipeline.room import check_room
-            from pipeline.states_server import states_endpoints
-
-            check_room(todo, params, verifier, HIDDEN_STATES)
-            nobody = nullcontext[list[Endpoint]]([])
-            with states_endpoints(params, verifier) if todo.to_ask else nobody as endpoints:
-                if todo.to_ask:
-                    settings = next(iter(todo.to_make.values()))
-                    prove(endpoints, sequences, params, verifier, settings, HIDDEN_STATES)
-                made = make_shards(todo, sequences, params, verifier, HIDDEN_STATES, endpoints)
-        prune(HIDDEN_STATES, set(wanted))
-        shards = {**todo.kept, **made}
-        manifest = Manifest(shards=[shards[name] for name in sorted(shards)])
-        write_json(HIDDEN_STATES / MANIFEST, manifest.model_dump())
-    metrics = {**report(manifest), "parity": parity_figures(HIDDEN_STATES, manifest)}
+        entries: Sequence[ShardEntry]
+        if params.extract.mode == "stored":
+            entries = store(wanted, sequences, params, verifier)
+            prune(HIDDEN_STATES, {*wanted, MANIFEST})
+        else:
+            entries = [stream(wanted, sequences, params, verifier)]
+            prune(HIDDEN_STATES, {PLAN})
+    metrics = {**report(entries), "parity": parity_figures(HIDDEN_STATES, entries)}
     write_json(METRICS_PATH, metrics)
+    if params.extract.mode == "streamed":
+        print(f"{len(sequences)} sequences to stream: {metrics['tokens']} tokens an epoch")
+        return
     print(
         f"{metrics['rows_stored']} of {metrics['rows_in']} sequences stored: {metrics['tokens']} "
         f"tokens, {metrics['bytes'] / 1e6:,.1f} MB in {metrics['shards']} shards"

@@ -2,16 +2,21 @@
 
     shard-00000.safetensors …   each says in its own header which sequences it holds (ShardEntry)
     manifest.json               all entries with the files' checksums, derived from those headers
+    plan.json                   with extract.mode streamed, instead of the others: one entry of all
+                                sequences that a server is asked for when they are needed
 
 A shard is replaced as a whole and carries its own entry, so a killed run needs no repair.
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+from datasets import Dataset
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 
@@ -19,7 +24,9 @@ from pipeline.errors import DataError
 from pipeline.records import Ablation
 from pipeline.resume import file_sha256, read_json
 
-MANIFEST = "manifest.json"
+Model = TypeVar("Model", bound=BaseModel)
+SHARDS, MANIFEST, PLAN = "shard-*.safetensors", "manifest.json", "plan.json"
+ROWS_AT_ONCE = 1000
 # One key alone: safetensors writes several in no fixed order, and same content is same bytes.
 HEADER_KEY = "entry"
 
@@ -120,13 +127,55 @@ def read_entry(path: Path) -> ShardEntry | None:
 
 def load_manifest(folder: Path) -> Manifest:
     """Raises DataError when manifest.json is missing or of another make."""
-    path = folder / MANIFEST
+    return _load(Manifest, folder / MANIFEST)
+
+
+def load_plan(folder: Path) -> ShardEntry:
+    """Raises DataError when plan.json is missing or of another make."""
+    return _load(ShardEntry, folder / PLAN)
+
+
+def _load(kind: type[Model], path: Path) -> Model:
     try:
-        return Manifest.model_validate(read_json(path))
+        return kind.model_validate(read_json(path))
     except ValueError as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} has another shape; `dvc repro -f extract`") from error
+
+
+def with_states(
+    sequences: Dataset,
+    entries: Mapping[str, ShardEntry],
+    layer_ids: list[int],
+    weights_fingerprint: str,
+    folder: Path,
+) -> Dataset:
+    """The sequences that the entries, by file name in `folder`, have states of: all but those that
+    extract rejected.
+
+    Raises:
+        DataError: states are missing, of other tokens, layers or another verifier.
+    """
+    for file, entry in entries.items():
+        if entry.weights_fingerprint != weights_fingerprint or entry.layer_ids != layer_ids:
+            raise DataError(
+                f"{folder / file} is of layers {entry.layer_ids} of verifier "
+                f"{entry.weights_fingerprint[:12]}, wanted are {layer_ids} of "
+                f"{weights_fingerprint[:12]}; `dvc repro`"
+            )
+    records = {record.key: record for entry in entries.values() for record in entry.sequences}
+    kept = []
+    columns = sequences.select_columns(["key", "sample_id", "input_ids"]).with_format("arrow")
+    rows = (row for table in columns.iter(ROWS_AT_ONCE) for row in zip(*table, strict=True))
+    for number, (key, sample_id, input_ids) in enumerate(rows):
+        record = records.get(key.as_py())
+        if record is None or record.ids_sha256 != ids_sha256(input_ids.values.to_numpy()):
+            what = "no states" if record is None else "states of other tokens"
+            raise DataError(f"{folder} has {what} for {sample_id}; `dvc repro`")
+        if record.rejected is None:
+            kept.append(number)
+    return sequences.select(kept)
 
 
 def describe(path: Path, entry: ShardEntry) -> ShardFile:
@@ -155,7 +204,7 @@ def survey(folder: Path) -> dict[str, ShardFile]:
         except DataError:
             pass  # the headers say all that is needed
     sound = {}
-    for path in sorted(folder.glob("shard-*.safetensors")):
+    for path in sorted(folder.glob(SHARDS)):
         entry, listed = read_entry(path), known.get(path.name)
         if entry is None:
             continue

@@ -201,6 +201,7 @@ class Reassemble(Section):
 class Extract(Section):
     """Which hidden states are stored, and how."""
 
+    mode: Literal["stored", "streamed"]
     endpoints: list[str]
     layer_ids: Annotated[list[CountOrZero], Field(min_length=3, max_length=3)]
     dtype: Dtype | Literal["float8_e4m3"]

@@ -54,7 +54,7 @@ from pipeline.findings import (
     compare_together,
     compare_top1,
 )
-from pipeline.manifest import ShardEntry, load_manifest
+from pipeline.manifest import MANIFEST, PLAN, ShardEntry, load_manifest, load_plan
 from pipeline.params import Params, load_params
 from pipeline.progress import waiting
 from pipeline.records import DRAFT, HIDDEN_STATES, SEQUENCES
@@ -405,7 +405,7 @@ def prove(
     entry: ShardEntry,
     folder: Path,
 ) -> None:
-    """The gate, once for the same settings; `entry` is any of the shards to make.
+    """The gate, once for the same settings; `entry` is any of the shards to make, or the plan.
 
     Raises:
         BadRun: the states are wrong. What lies in `folder` stays as it is.
@@ -435,12 +435,14 @@ def _digit(value: float) -> float:
 
 
 def layer_lists(params: Params, verifier: VerifierIdentity) -> dict[str, list[int]]:
-    """Who names the layers; shards and draft only where there are some."""
+    """Who names the layers; shards or plan, and draft, only where there are some."""
     last = verifier.num_hidden_layers
     lists = {"params.yaml": [*params.extract.layer_ids, last]}
-    if (HIDDEN_STATES / "manifest.json").exists():
+    if (HIDDEN_STATES / PLAN).exists():
+        lists[str(HIDDEN_STATES)] = load_plan(HIDDEN_STATES).layer_ids
+    elif (HIDDEN_STATES / MANIFEST).exists():
         for shard in load_manifest(HIDDEN_STATES).shards:
-            lists["data/hidden_states"] = shard.layer_ids
+            lists[str(HIDDEN_STATES)] = shard.layer_ids
     if (DRAFT / "config.json").exists():
         lists["models/draft"] = [*draft_layer_ids(DRAFT), last]
     return lists

@@ -26,15 +26,13 @@ from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from pipeline.errors import DataError
 from pipeline.float8 import CODES, SCALES, decode, encode
 from pipeline.manifest import (
     HEADER_KEY,
-    SequenceRecord,
     ShardEntry,
     StatesRejection,
-    ids_sha256,
     load_manifest,
+    with_states,
 )
 from pipeline.resume import atomic_path
 
@@ -45,7 +43,6 @@ STORED_AS = {
     "float16": torch.float16,
     "float8_e4m3": CODES,
 }
-ROWS_AT_ONCE = 1000
 
 
 class States(NamedTuple):
@@ -168,39 +165,20 @@ class HiddenStates:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._records: dict[str, SequenceRecord] = {}
+        self._shards = {shard.file: shard for shard in load_manifest(folder).shards}
         self._places: dict[str, tuple[str, int]] = {}  # key: (file, row)
         self._open: dict[str, Shard] = {}
-        self._manifest = load_manifest(folder)
-        for shard in self._manifest.shards:
-            self._records.update((record.key, record) for record in shard.sequences)
+        for shard in self._shards.values():
             for row, record in enumerate(shard.stored()):
                 self._places[record.key] = (shard.file, row)
 
     def of(self, sequences: Dataset, layer_ids: list[int], fingerprint: str) -> Dataset:
-        """The sequences that have states: all but those that extract rejected.
+        """The sequences that have states here. Raises DataError as `with_states` does."""
+        return with_states(sequences, self._shards, layer_ids, fingerprint, self.folder)
 
-        Raises:
-            DataError: states are missing, of other tokens, layers or another verifier.
-        """
-        for shard in self._manifest.shards:
-            if shard.weights_fingerprint != fingerprint or shard.layer_ids != layer_ids:
-                raise DataError(
-                    f"{self.folder / shard.file} holds layers {shard.layer_ids} of verifier "
-                    f"{shard.weights_fingerprint[:12]}, wanted are {layer_ids} of "
-                    f"{fingerprint[:12]}; `dvc repro`"
-                )
-        kept = []
-        columns = sequences.select_columns(["key", "sample_id", "input_ids"]).with_format("arrow")
-        rows = (row for table in columns.iter(ROWS_AT_ONCE) for row in zip(*table, strict=True))
-        for number, (key, sample_id, input_ids) in enumerate(rows):
-            record = self._records.get(key.as_py())
-            if record is None or record.ids_sha256 != ids_sha256(input_ids.values.to_numpy()):
-                what = "no states" if record is None else "states of other tokens"
-                raise DataError(f"{self.folder} has {what} for {sample_id}; `dvc repro`")
-            if record.rejected is None:
-                kept.append(number)
-        return sequences.select(kept)
+    def transfer(self, keys: list[str]) -> "ShardTransfer":
+        """How speculators' datasets read rows with these keys."""
+        return ShardTransfer(self, keys)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> States:
         """States of the sequence with this key, or of its tokens start … stop - 1."""

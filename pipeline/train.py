@@ -4,7 +4,7 @@
 
 reads   data/sequences (train, held_out, d2t.npy, t2d.npy), data/hidden_states, data/verifier.json
 writes  models/draft (`vllm serve` takes it as it is), reports/train.json, reports/train_curve.csv
-params  train.*, extract.layer_ids, verifier.dtype, verifier.trust_remote_code
+params  train.*, extract.layer_ids, extract.mode, verifier.dtype, verifier.trust_remote_code
 
 The training is speculators' own: its draft, trainer, packing, losses and optimizers (Muon for the
 matrices, AdamW for the rest). Every draft token after the first is trained on the draft's own
@@ -34,14 +34,15 @@ from transformers.utils import logging as transformers_logging
 from pipeline.devices import losses, num_loader_workers, training_device
 from pipeline.draft import check_layer_ids, load_vocabulary, new_draft, save_draft
 from pipeline.errors import BadRun, DataError
-from pipeline.loading import Rows, StatesDataset
+from pipeline.loading import StatesDataset
 from pipeline.params import Params, Train, load_params
 from pipeline.progress import Bar, progress_bar
-from pipeline.records import DRAFT, HIDDEN_STATES, SEQUENCES, Split
+from pipeline.records import DRAFT, SEQUENCES, Split
 from pipeline.resume import write_bytes, write_json
 from pipeline.sequences import load_split
-from pipeline.shards import HiddenStates, ShardTransfer
+from pipeline.shards import HiddenStates
 from pipeline.stage import LOGS, run_stage
+from pipeline.streaming import StreamedStates, open_states
 from pipeline.verifier import VerifierIdentity, load_verifier
 from pipeline.vocabulary import vocabulary_sha256
 
@@ -52,7 +53,7 @@ TTT_STEP_LOSS_DECAY = 1.0  # every draft token counts the same
 
 
 class SequenceDataset(StatesDataset):
-    """One split of data/sequences with its states from the shards.
+    """One split of data/sequences with its states.
 
     Raises:
         DataError: there are no sequences, none has a supervised token that training sees, or the
@@ -60,14 +61,17 @@ class SequenceDataset(StatesDataset):
     """
 
     def __init__(
-        self, folder: Path, states: HiddenStates, params: Params, verifier: VerifierIdentity
+        self,
+        folder: Path,
+        states: HiddenStates | StreamedStates,
+        params: Params,
+        verifier: VerifierIdentity,
     ) -> None:
         rows = load_split(folder)
         layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
         with_states = states.of(rows, layer_ids, verifier.weights_fingerprint)
         max_len = params.train.max_tokens_per_batch
-        seen = max_len + 1  # speculators cuts behind shift_batch, which drops the first token
-        supervised = np.array([sum(mask[:seen]) for mask in with_states["loss_mask"]])
+        supervised = np.array([sum(mask[: max_len + 1]) for mask in with_states["loss_mask"]])
         sequences = with_states.select(np.flatnonzero(supervised))
         if not len(sequences):
             raise DataError(
@@ -75,29 +79,25 @@ class SequenceDataset(StatesDataset):
                 f"at train.max_tokens_per_batch {max_len}; reports/reassemble.json and "
                 "reports/extract.json say where the rows went"
             )
-        lengths = sequences["seq_len"]
-        self.counts = {
-            "rows_in": len(rows),
-            "sequences": len(sequences),
+        super().__init__(folder, sequences, states, max_len, getattr(torch, params.train.dtype))
+        self._num_rows, self._num_with_states = len(rows), len(with_states)
+        self._supervised = supervised[supervised > 0]
+
+    def counts(self) -> dict[str, Any]:
+        """rows_in = sequences + rejected; tokens are those that training sees."""
+        available = ~self.unavailable.numpy()
+        lengths = np.array(self.approx_lengths)[available]
+        return {
+            "rows_in": self._num_rows,
+            "sequences": len(lengths),
             "rejected": {
-                "no_states": len(rows) - len(with_states),
-                "cut_before_answer": len(with_states) - len(sequences),
+                "no_states": self._num_rows - self._num_with_states + int((~available).sum()),
+                "cut_before_answer": self._num_with_states - len(self.sequences),
             },
-            "tokens": sum(min(length, seen) for length in lengths),
-            "supervised_tokens": int(supervised.sum()),
-            "sequences_cut": sum(length > seen for length in lengths),
+            "tokens": int(lengths.clip(max=self.stop).sum()),
+            "supervised_tokens": int(self._supervised[available].sum()),
+            "sequences_cut": int((lengths > self.stop).sum()),
         }
-        """rows_in = sequences + rejected; tokens are those that training sees"""
-        super().__init__(
-            max_len=max_len,
-            datapath=folder,
-            transfer=ShardTransfer(states, list(sequences["key"])),
-            on_missing="raise",
-            hidden_states_dtype=getattr(torch, params.train.dtype),
-        )
-        self.sequences = sequences
-        self.data = Rows(sequences)
-        self.approx_lengths: list[int] = list(lengths)
 
 
 def make_loader(dataset: SequenceDataset, hidden_size: int, device: torch.device, seed: int) -> Any:
@@ -211,10 +211,10 @@ def report(
     those before were right too, counted over all; `conditional_accuracy` over those."""
     positions = range(params.ttt_steps)
     return {
-        **training.counts,
+        **training.counts(),
         "steps": params.num_steps,
         "held_out": {
-            **held_out.counts,
+            **held_out.counts(),
             "loss": round(validation["loss_epoch"], 4),
             "accuracy": {
                 str(k + 1): round(validation[f"full_acc_{k}_epoch"], 4) for k in positions
@@ -254,21 +254,21 @@ def main() -> None:
     log_to_file(LOGS / "train.log")
     device = training_device()
     set_seed(params.train.seed)
-    states = HiddenStates(HIDDEN_STATES)
-    training = SequenceDataset(SEQUENCES / Split.TRAIN, states, params, verifier)
-    held_out = SequenceDataset(SEQUENCES / Split.HELD_OUT, states, params, verifier)
     draft = new_draft(params, verifier, *load_vocabulary(SEQUENCES, verifier), device)
     curve = Curve()
     logging.getLogger("speculators.metrics").addHandler(curve)
-    trainer = DraftTrainer(
-        device,
-        draft,
-        trainer_config(params.train, draft, device),
-        make_loader(training, verifier.hidden_size, device, params.train.seed),
-        make_loader(held_out, verifier.hidden_size, device, 0),
-    )
-    with progress_bar("training", params.train.num_steps, "steps") as bar:
-        validation = trainer.run(params.train.num_steps, lambda: curve.after_step(bar))
+    with open_states(params, verifier) as states:
+        training = SequenceDataset(SEQUENCES / Split.TRAIN, states, params, verifier)
+        held_out = SequenceDataset(SEQUENCES / Split.HELD_OUT, states, params, verifier)
+        trainer = DraftTrainer(
+            device,
+            draft,
+            trainer_config(params.train, draft, device),
+            make_loader(training, verifier.hidden_size, device, params.train.seed),
+            make_loader(held_out, verifier.hidden_size, device, 0),
+        )
+        with progress_bar("training", params.train.num_steps, "steps") as bar:
+            validation = trainer.run(params.train.num_steps, lambda: curve.after_step(bar))
     save_draft(draft, DRAFT, getattr(torch, params.verifier.dtype), provenance(training))
     check_layer_ids(DRAFT, params.extract.layer_ids)
     write_bytes(CURVE, curve.csv(params.train.ttt_steps))
@@ -277,7 +277,7 @@ def main() -> None:
     cut = metrics["sequences_cut"]
     print(
         f"{DRAFT}: {params.train.num_steps} steps on {metrics['tokens']} tokens of "
-        f"{len(training)} sequences, held-out accuracy {metrics['held_out']['accuracy']}"
+        f"{metrics['sequences']} sequences, held-out accuracy {metrics['held_out']['accuracy']}"
         + (f"; {cut} were cut at train.max_tokens_per_batch" if cut else "")
     )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from pipeline.errors import PipelineError
-from pipeline.manifest import MANIFEST, ShardFile, load_manifest, read_entry
+from pipeline.manifest import MANIFEST, PLAN, SHARDS, ShardFile, load_manifest, read_entry
 from pipeline.progress import progress_bar
 from pipeline.records import HIDDEN_STATES
 from pipeline.resume import one_writer
@@ -80,7 +80,7 @@ def verify(folder: Path, listed: dict[str, ShardFile]) -> dict[str, str]:
         for name, shard in listed.items():
             if what := damage(folder / name, shard, advance):
                 wrong[name] = what
-    for path in sorted(folder.glob("shard-*.safetensors")):
+    for path in sorted(folder.glob(SHARDS)):
         if path.name not in listed and read_entry(path) is None:
             wrong[path.name] = "it is no shard"
     return wrong
@@ -127,6 +127,9 @@ def remove(path: Path, listed: ShardFile | None) -> bool:
 
 def main() -> None:
     with one_writer(HIDDEN_STATES):
+        if (HIDDEN_STATES / PLAN).exists():
+            print(f"{HIDDEN_STATES}: nothing is stored, extract.mode is streamed")
+            return
         listed = {shard.file: shard for shard in load_manifest(HIDDEN_STATES).shards}
         wrong = verify(HIDDEN_STATES, listed)
         if not wrong:

@@ -39,7 +39,7 @@ from speculators.train.distributed_batch_sampler import MultipackDistributedBatc
 from torch.utils.data import DataLoader
 
 from perf.report import publish, result, sizes
-from pipeline.loading import COLUMNS, Rows, StatesDataset
+from pipeline.loading import COLUMNS, StatesDataset
 from pipeline.manifest import (
     MANIFEST,
     Manifest,
@@ -51,7 +51,7 @@ from pipeline.manifest import (
     shard_name,
 )
 from pipeline.resume import content_key, write_json
-from pipeline.shards import HiddenStates, ShardTransfer, ShardWriter, States
+from pipeline.shards import HiddenStates, ShardWriter, States
 
 COMMAND = "python -m perf.states"
 NUM_SEQUENCES = 1000
@@ -167,7 +167,8 @@ RAISE: Any = {"on_missing": "raise"}
 
 
 def our_loader(kind: Kind, folder: Path, dataset_class: type[ArrowDataset]) -> Any:
-    states, rows = HiddenStates(folder / kind.dtype), load_from_disk(str(folder / "rows"))
+    states = HiddenStates(folder / kind.dtype)
+    rows = Dataset.load_from_disk(str(folder / "rows")).with_format(None)
     if dataset_class is StatesDataset:
         quick = StatesDataset(folder / "rows", rows, states, kind.max_len, torch.bfloat16)
         return batches(kind, quick)
@@ -251,7 +252,8 @@ def write_files(kind: Kind, folder: Path) -> None:
         tensors = {"hidden_states": states_of(kind, index, length), "token_ids": ids}
         save_file(tensors, folder / f"files/hs_{index}.safetensors")
         loss_mask = [0] * prompt + [1] * (length - prompt)
-        rows.append({"input_ids": ids.tolist(), "loss_mask": loss_mask, "seq_len": length})
+        row = {"key": key_of(index), "input_ids": ids.tolist(), "loss_mask": loss_mask}
+        rows.append({**row, "seq_len": length})
     dataset = Dataset.from_list(rows).with_format("torch", columns=[*COLUMNS, "seq_len"])
     dataset.save_to_disk(str(folder / "rows"))
 

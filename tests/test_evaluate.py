@@ -12,7 +12,6 @@ import torch
 
 from pipeline.evaluate import Answer, draft_runs, ngram_runs, report, save_runs, walk
 from pipeline.resume import write_json
-from pipeline.shards import States
 
 HIDDEN = 4
 
@@ -154,9 +153,9 @@ class ScriptedDraft(SimpleNamespace):
         return [said[None, :, step] for step in range(batch["ttt_steps"])]
 
 
-def states_of(ids: list[int]) -> States:
-    aux = torch.arange(len(ids)).float()[:, None, None].expand(-1, 3, HIDDEN)
-    return States(torch.tensor(ids), aux, torch.empty(0, HIDDEN))
+def sample_of(ids: list[int]) -> dict[str, torch.Tensor]:
+    states = torch.arange(len(ids)).float()[:, None].expand(-1, 3 * HIDDEN)
+    return {"input_ids": torch.tensor(ids), "hidden_states": states}
 
 
 IDS = [10, 11, 12, 13, 14, 15]  # two of the prompt, four generated
@@ -166,7 +165,7 @@ def test_the_draft_proposes_what_comes_after_the_token_it_sees() -> None:
     # At j the draft sees token j + 1, and the next are j + 2, j + 3; 99 is wrong.
     said = [[12, 13], [13, 99], [14, 15], [99, 99], [99, 99]]
     draft = ScriptedDraft(said=said)
-    runs = draft_runs(draft, states_of(IDS), start=2, max_draft_tokens=2)
+    runs = draft_runs(draft, sample_of(IDS), start=2, max_draft_tokens=2)
     # After token 2 (j = 1): 13 right, 99 wrong. After 3 (j = 2): 14, 15. After 4 (j = 3): wrong.
     assert runs.tolist() == [1, 2, 0]
     assert draft.batch["input_ids"][0, :6].tolist() == [*IDS[1:], 0]
@@ -177,12 +176,12 @@ def test_the_draft_proposes_what_comes_after_the_token_it_sees() -> None:
 
 def test_a_right_token_behind_a_wrong_one_is_lost() -> None:
     said = [[0, 0], [99, 14], [14, 15], [15, 0], [0, 0]]
-    runs = draft_runs(ScriptedDraft(said=said), states_of(IDS), 2, 2)
+    runs = draft_runs(ScriptedDraft(said=said), sample_of(IDS), 2, 2)
     assert runs.tolist() == [0, 2, 1]
 
 
 def test_draft_ids_are_mapped_to_the_verifiers() -> None:
     said = [[i - 10 for i in row] for row in [[12, 13], [13, 14], [14, 15], [15, 10], [10, 10]]]
     draft = ScriptedDraft(said=said, d2t=torch.full((8,), 10))
-    runs = draft_runs(draft, states_of(IDS), 2, 2)
+    runs = draft_runs(draft, sample_of(IDS), 2, 2)
     assert runs.tolist() == [2, 2, 1]

@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from hs_connectors import HiddenStatesTransfer
 from speculators.models.eagle3.data import shift_batch
 from speculators.train.data import ArrowDataset, CollateFn
 
 from pipeline.errors import DataError
-from pipeline.loading import COLUMNS, Rows, StatesDataset
+from pipeline.loading import COLUMNS, StatesDataset
 from pipeline.manifest import MANIFEST, Manifest, SequenceRecord, describe, ids_sha256
 from pipeline.resume import write_json
-from pipeline.shards import STORED_AS, HiddenStates, ShardTransfer, ShardWriter, States
+from pipeline.shards import STORED_AS, HiddenStates, ShardWriter, States
 from tests.small_sequences import sequence
 from tests.test_shards import HIDDEN, NAME, entry
 
@@ -53,14 +52,13 @@ def write_states(folder: Path, dtype: str) -> None:
     write_json(folder / "states" / MANIFEST, Manifest(shards=[shard]).model_dump())
 
 
-def dataset(
-    folder: Path, kind: type[ArrowDataset], transfer: HiddenStatesTransfer | None = None
-) -> ArrowDataset:
-    keys = [row["key"] for row in ROWS]
-    transfer = transfer or ShardTransfer(HiddenStates(folder / "states"), keys)
-    made = kind(MAX_LEN, folder / "train", transfer, on_missing="raise")
-    rows = Dataset.load_from_disk(str(folder / "train"))
-    made.data = Rows(rows) if kind is StatesDataset else rows.with_format("torch", columns=COLUMNS)
+def dataset(folder: Path, kind: type[ArrowDataset]) -> ArrowDataset:
+    states, rows = HiddenStates(folder / "states"), Dataset.load_from_disk(str(folder / "train"))
+    if kind is StatesDataset:
+        return StatesDataset(folder / "train", rows, states, MAX_LEN, torch.bfloat16)
+    transfer = states.transfer([row["key"] for row in ROWS])
+    made = ArrowDataset(MAX_LEN, folder / "train", transfer, on_missing="raise")
+    made.data = rows.with_format("torch", columns=COLUMNS)
     return made
 
 
@@ -97,20 +95,3 @@ def test_states_of_other_tokens_stop_the_run(folder: Path) -> None:
     Dataset.from_list([ROWS[0] | {"input_ids": [1] * 10}]).save_to_disk(str(folder / "train"))
     with pytest.raises(DataError, match=r"0{64} are those of other tokens; `make verify-states`"):
         dataset(folder, StatesDataset)[0]
-
-
-class Elsewhere(HiddenStatesTransfer):
-    """States that come from no shard."""
-
-    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor]:
-        ids = torch.tensor(ROWS[file_idx]["input_ids"])
-        return {"hidden_states": torch.ones(len(ids), 4, HIDDEN), "token_ids": ids}
-
-    def get_generated(self, hs_transfer_params: object) -> None:
-        raise NotImplementedError
-
-
-def test_another_transfer_is_asked_as_speculators_asks_it(folder: Path) -> None:
-    sample = dataset(folder, StatesDataset, Elsewhere())[1]
-    assert sample["hidden_states"].sum() == 17 * 3 * HIDDEN
-    assert sample["loss_mask"].tolist() == ROWS[1]["loss_mask"]

@@ -204,7 +204,7 @@ def test_what_is_counted_is_what_training_sees(project: Path, verifier: Qwen3For
     states = HiddenStates(HIDDEN_STATES)
     training = train.SequenceDataset(SEQUENCES / Split.TRAIN, states, params, identity)
     batches = list(train.make_loader(training, HIDDEN_SIZE, CPU, 0))
-    assert training.counts == {
+    assert training.counts() == {
         "rows_in": 5,
         "sequences": 4,
         "rejected": {"no_states": 0, "cut_before_answer": 1},
@@ -213,9 +213,9 @@ def test_what_is_counted_is_what_training_sees(project: Path, verifier: Qwen3For
         "sequences_cut": 2,
     }
     supervised = sum(int(batch["loss_mask"].sum()) for batch in batches)
-    assert supervised == training.counts["supervised_tokens"]
+    assert supervised == training.counts()["supervised_tokens"]
     seen = sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)
-    assert seen == training.counts["tokens"] - training.counts["sequences"]  # the first tokens
+    assert seen == training.counts()["tokens"] - training.counts()["sequences"]  # the first tokens
 
 
 def test_answers_that_are_all_cut_are_an_error(project: Path, verifier: Qwen3ForCausalLM) -> None:

@@ -4,10 +4,10 @@ The server is a stand-in that writes known states; tests/e2e/test_streaming.py h
 """
 
 import json
-import logging
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from pipeline import (
     train,
     verify_states,
 )
-from pipeline.errors import DataError, ServerError, ServerStopped
+from pipeline.errors import DataError, ServerError, ServerStopped, UserError
 from pipeline.loading import StatesDataset
 from pipeline.params import load_params
 from pipeline.records import HIDDEN_STATES, SEQUENCES, Split
@@ -46,7 +46,7 @@ MAX_LEN = 128
 
 
 @pytest.fixture
-def states_server_(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatesServer]:
+def fake(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatesServer]:
     """A server of `states_of`, in a project whose states are to be streamed."""
     (project / "staging").mkdir()
     fake = StatesServer(project / "staging")
@@ -68,27 +68,26 @@ def report(stage: str) -> Any:
     return json.loads(Path(f"reports/{stage}.json").read_text())
 
 
-def test_extract_leaves_a_plan_and_no_shards(states_server_: StatesServer) -> None:
+def test_extract_leaves_a_plan_and_no_shards(fake: StatesServer) -> None:
     assert list(HIDDEN_STATES.glob("shard-*"))
     extract.main()
     assert {path.name for path in HIDDEN_STATES.iterdir()} == {"plan.json"}
     plan = json.loads((HIDDEN_STATES / "plan.json").read_text())
     assert [record["sample_id"] for record in plan["sequences"]] == [f"q{i}_gen0" for i in range(8)]
     assert (plan["layer_ids"], plan["dtype"]) == ([*LAYER_IDS, NUM_LAYERS], "float32")
-    assert states_server_.asked == []
+    assert fake.asked == []
     found = report("extract")
     assert (found["rows_in"], found["rows_stored"], found["rows_streamed"]) == (8, 0, 8)
     assert (found["shards"], found["bytes"], found["tokens"]) == (0, 0, 87)
 
 
 def test_the_gate_is_asked_once_and_nothing_is_started_again(
-    states_server_: StatesServer, monkeypatch: pytest.MonkeyPatch
+    fake: StatesServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
-    def prove(
-        endpoints: Any, sequences: Any, params: Any, verifier: Any, entry: Any, _: Path
-    ) -> None:
+    def prove(*args: Any) -> None:
+        _, sequences, _, _, entry, _ = args
         asked.append(len(sequences))
         settings = {name: getattr(entry, name) for name in extract.MADE_BY}
         figures = {"max_errors": [0.0], "together_max_error": 0.0, "top1_agreement": 1.0}
@@ -96,7 +95,7 @@ def test_the_gate_is_asked_once_and_nothing_is_started_again(
 
     monkeypatch.setattr(parity, "prove", prove)
     extract.main()
-    states_server_.close()
+    fake.close()
     write_sequences(Path(), [sequence(i) for i in range(9)])
     extract.main()
     assert asked == [8]
@@ -104,7 +103,7 @@ def test_the_gate_is_asked_once_and_nothing_is_started_again(
     assert report("extract")["parity"]["top1_agreement"] == 1.0
 
 
-def test_back_to_stored_makes_the_shards_and_removes_the_plan(states_server_: StatesServer) -> None:
+def test_back_to_stored_makes_the_shards_and_removes_the_plan(fake: StatesServer) -> None:
     extract.main()
     write_params(Path(), extract={"mode": "stored"})
     extract.main()
@@ -114,7 +113,7 @@ def test_back_to_stored_makes_the_shards_and_removes_the_plan(states_server_: St
 
 
 def test_verify_states_says_that_nothing_is_stored(
-    states_server_: StatesServer, capsys: pytest.CaptureFixture[str]
+    fake: StatesServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extract.main()
     verify_states.main()
@@ -122,15 +121,18 @@ def test_verify_states_says_that_nothing_is_stored(
 
 
 def test_a_draft_trained_on_streamed_states_is_that_of_stored_ones(
-    states_server_: StatesServer, project: Path, verifier: Qwen3ForCausalLM
+    fake: StatesServer, project: Path, verifier: Qwen3ForCausalLM
 ) -> None:
     """In float32, same seed and steps: bit for bit; and judged the same."""
 
+    rows = [row["input_ids"] for split in Split for row in load_split(SEQUENCES / split)]
+    known = {tuple(ids): true_states(verifier, ids) for ids in rows}
+
     def spoil(ids: list[int], answer: Any, payload: dict[str, torch.Tensor]) -> None:
-        states = true_states(verifier, ids)
+        states = known[tuple(ids)]
         payload["hidden_states"] = torch.cat([states.aux, states.last[:, None]], dim=1)
 
-    states_server_.spoil = spoil
+    fake.spoil = spoil
     write_params(project, extract={"mode": "stored"})
     write_states(project, verifier)
     train.main()
@@ -145,13 +147,17 @@ def test_a_draft_trained_on_streamed_states_is_that_of_stored_ones(
     assert all(torch.equal(streamed[name], tensor) for name, tensor in stored[0].items())
     assert (report("train"), report("evaluate")) == stored[1:]
     # 3 steps of all 6 sequences in a batch, then once each held-out one, twice.
-    assert len(states_server_.asked) == 3 * 6 + 2 + 2
+    assert len(fake.asked) == 3 * 6 + 2 + 2
     assert not list(Path("staging").iterdir())
 
 
-def test_a_batch_is_asked_at_once(states_server_: StatesServer) -> None:
+def test_a_batch_is_asked_at_once(fake: StatesServer) -> None:
     together = threading.Barrier(6, timeout=20)
-    states_server_.spoil = lambda *_: together.wait() and None
+
+    def spoil(*_: Any) -> None:
+        together.wait()
+
+    fake.spoil = spoil
     extract.main()
     with open_states(load_params(), load_verifier()) as states:
         samples = dataset(states)
@@ -163,11 +169,11 @@ def test_a_batch_is_asked_at_once(states_server_: StatesServer) -> None:
         assert sample["loss_mask"].tolist() == row["loss_mask"]
 
 
-def test_no_more_is_asked_than_a_batch_has_room_for(states_server_: StatesServer) -> None:
+def test_no_more_is_asked_than_a_batch_has_room_for(fake: StatesServer) -> None:
     extract.main()
     with open_states(load_params(), load_verifier()) as states:
         sample = dataset(states, max_len=8)[0]
-    assert [len(ids) for ids in states_server_.asked] == [9]  # the first is dropped later
+    assert [len(ids) for ids in fake.asked] == [9]  # the first is dropped later
     assert len(sample["loss_mask"]) == 9
 
 
@@ -189,7 +195,7 @@ def too_short(payload: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("break_", [other_tokens, no_number, layer_missing, too_short])
 def test_a_sequence_with_wrong_states_is_left_out_and_counted(
-    states_server_: StatesServer, break_: Any
+    fake: StatesServer, break_: Any
 ) -> None:
     bad = sequence(4)["input_ids"]
 
@@ -197,7 +203,7 @@ def test_a_sequence_with_wrong_states_is_left_out_and_counted(
         if ids[:4] == bad[:4]:
             break_(payload)
 
-    states_server_.spoil = spoil
+    fake.spoil = spoil
     extract.main()
     train.main()
     found = report("train")
@@ -206,19 +212,19 @@ def test_a_sequence_with_wrong_states_is_left_out_and_counted(
     assert not list(Path("staging").glob("*.safetensors"))
 
 
-def test_a_held_out_answer_without_states_is_counted(states_server_: StatesServer) -> None:
+def test_a_held_out_answer_without_states_is_counted(fake: StatesServer) -> None:
     extract.main()
     train.main()
     bad = sequence(1)["input_ids"]
-    states_server_.spoil = lambda ids, *_: 400 if ids[:4] == bad[:4] else None
+    fake.spoil = lambda ids, *_: 400 if ids[:4] == bad[:4] else None
     evaluate.main()
     found = report("evaluate")
     assert (found["rows_in"], found["samples"], found["rejected"]) == (2, 1, {"no_states": 1})
 
 
-def test_states_that_come_the_next_time_are_no_loss(states_server_: StatesServer) -> None:
+def test_states_that_come_the_next_time_are_no_loss(fake: StatesServer) -> None:
     codes = iter([500, 500, 500, 500])  # two tries, each of them repeated
-    states_server_.spoil = lambda *_: next(codes, None)
+    fake.spoil = lambda *_: next(codes, None)
     extract.main()
     with open_states(load_params(), load_verifier()) as states:
         samples = dataset(states)
@@ -228,20 +234,19 @@ def test_states_that_come_the_next_time_are_no_loss(states_server_: StatesServer
         assert not samples.unavailable.any()
 
 
-def test_a_server_that_gives_no_states_any_more_ends_the_run(states_server_: StatesServer) -> None:
+def test_a_server_that_gives_no_states_any_more_ends_the_run(fake: StatesServer) -> None:
     extract.main()
-    states_server_.spoil = lambda *_: 500
-    with (
-        pytest.raises(ServerError, match=r"^20 sequences in a row .* one q7_gen0: .*500"),
-        open_states(load_params(), load_verifier()) as states,
-    ):
+    fake.spoil = lambda *_: 500
+    with open_states(load_params(), load_verifier()) as states:
         samples = dataset(states)
-        for _ in range(20):
+        for _ in range(19):
+            assert isinstance(samples[5], SampleUnavailable)
+        with pytest.raises(ServerError, match=r"^20 sequences in a row .* one q7_gen0: .*500"):
             samples[5]
 
 
 def test_a_dead_server_of_our_own_has_the_last_word(
-    states_server_: StatesServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fake: StatesServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     extract.main()
     log = tmp_path / "vllm.log"
@@ -249,7 +254,7 @@ def test_a_dead_server_of_our_own_has_the_last_word(
     process = subprocess.Popen(["false"])
     process.wait()
     dead = server.Endpoint("http://x/v1", "models/verifier", "0.32.0", 33, process, log)
-    monkeypatch.setattr(streaming, "states_endpoints", lambda *_: _just(dead))
+    monkeypatch.setattr(streaming, "states_endpoints", lambda *_: nullcontext([dead]))
     with (
         pytest.raises(ServerStopped, match="the engine is gone"),
         open_states(load_params(), load_verifier()),
@@ -257,15 +262,7 @@ def test_a_dead_server_of_our_own_has_the_last_word(
         raise ServerError("no states")
 
 
-def _just(endpoint: server.Endpoint) -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext([endpoint])
-
-
-def test_a_file_that_holds_no_states_is_not_deleted(
-    states_server_: StatesServer, project: Path
-) -> None:
+def test_a_file_that_holds_no_states_is_not_deleted(fake: StatesServer, project: Path) -> None:
     """The server names the file; speculators' own transfer would delete whatever it names."""
     (project / "mine.safetensors").write_text("mine")
 
@@ -273,25 +270,25 @@ def test_a_file_that_holds_no_states_is_not_deleted(
         answer["kv_transfer_params"]["hidden_states_path"] = str(project / "mine.safetensors")
 
     extract.main()
-    states_server_.spoil = spoil
+    fake.spoil = spoil
     with open_states(load_params(), load_verifier()) as states:
         assert isinstance(dataset(states)[0], SampleUnavailable)
     assert (project / "mine.safetensors").read_text() == "mine"
 
 
-def test_the_key_goes_along(states_server_: StatesServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_goes_along(fake: StatesServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     extract.main()
     with open_states(load_params(), load_verifier()) as states:
         dataset(states)[0]
-    assert states_server_.keys == ["Bearer sesame"]
+    assert fake.keys == ["Bearer sesame"]
 
 
 def test_loader_processes_share_the_servers_out(
-    states_server_: StatesServer, project: Path, monkeypatch: pytest.MonkeyPatch
+    fake: StatesServer, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = StatesServer(project / "staging")
-    urls = f"{states_server_.base_url},{second.base_url}"
+    urls = f"{fake.base_url},{second.base_url}"
     monkeypatch.setenv("PIPELINE_EXTRACT_ENDPOINTS", urls)
     extract.main()
     with open_states(load_params(), load_verifier()) as states:
@@ -300,19 +297,18 @@ def test_loader_processes_share_the_servers_out(
             samples, 1, num_workers=2, collate_fn=list, multiprocessing_context="spawn"
         )
         assert len(list(loader)) == 6
-    assert [len(states_server_.asked), len(second.asked)] == [3, 3]
+    assert [len(fake.asked), len(second.asked)] == [3, 3]
     second.close()
 
 
-def test_a_plan_of_other_tokens_stops_training(states_server_: StatesServer) -> None:
+def test_a_plan_of_other_tokens_stops_training(fake: StatesServer) -> None:
     extract.main()
     write_sequences(Path(), [sequence(i, num_tokens=9) for i in range(8)])
     with pytest.raises(DataError, match="states of other tokens for q2_gen0; `dvc repro`"):
         train.main()
-    logging.shutdown()
 
 
-def test_stored_without_its_manifest_says_what_to_do(states_server_: StatesServer) -> None:
+def test_stored_without_its_manifest_says_what_to_do(fake: StatesServer) -> None:
     extract.main()
     write_params(Path(), extract={"mode": "stored"})
     with pytest.raises(DataError, match=r"manifest\.json.*dvc repro"):
@@ -320,7 +316,7 @@ def test_stored_without_its_manifest_says_what_to_do(states_server_: StatesServe
 
 
 def test_a_server_of_our_own_is_the_one_of_extract(
-    states_server_: StatesServer, monkeypatch: pytest.MonkeyPatch
+    fake: StatesServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Same arguments, under the same lock: two of them would share one staging folder."""
     extract.main()
@@ -332,7 +328,10 @@ def test_a_server_of_our_own_is_the_one_of_extract(
         raise ServerError("enough")
 
     monkeypatch.setattr(states_server, "serve", serve)
-    for stage in (train, evaluate, extract):
+    for stage in (extract, train):
         with pytest.raises(ServerError, match="enough"):
             stage.main()
-    assert started[0] == started[1] == started[2]
+    assert started[0] == started[1]
+    monkeypatch.setenv("PIPELINE_EXTRACT_ENDPOINTS", fake.base_url)
+    with open_states(load_params(), load_verifier()), pytest.raises(UserError, match="another"):
+        extract.main()

@@ -22,9 +22,7 @@ import httpx2
 import numpy as np
 import openai
 import torch
-import transformers
 from datasets import Dataset
-from loguru import logger
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -33,12 +31,10 @@ from speculators.data_generation.vllm_client import (
     extract_output,
     generate_hidden_states_async,
 )
-from speculators.models.utils import get_verifier_config
-from speculators.utils.loading import load_model_layers
 
 from pipeline.client import api_client
 from pipeline.draft import draft_layer_ids, verifier_folder
-from pipeline.errors import BadRun, DataError, ServerError, VerifierError
+from pipeline.errors import BadRun, DataError, ServerError
 from pipeline.extract import MADE_BY, PARITY, load_sequences, wanted_shards
 from pipeline.findings import (
     MIN_TOP1_AGREEMENT,
@@ -58,6 +54,7 @@ from pipeline.manifest import MANIFEST, PLAN, ShardEntry, load_manifest, load_pl
 from pipeline.params import Params, load_params
 from pipeline.progress import waiting
 from pipeline.records import DRAFT, HIDDEN_STATES, SEQUENCES
+from pipeline.reference import load_head, references, why_no_reference
 from pipeline.resume import one_writer, read_json, write_json
 from pipeline.server import Endpoint, authorization
 from pipeline.stage import run_stage
@@ -68,8 +65,6 @@ from pipeline.verifier import VerifierIdentity, load_verifier
 NUM_SEQUENCES = 8
 # A longer sequence is cut: states do not depend on what follows.
 MAX_TOKENS = 2048
-MAX_REFERENCE_TOKENS = 512  # transformers may be slow here, and needs no more
-ROOM = 4 << 30  # bytes to leave free beside transformers' model
 
 
 class Chosen(NamedTuple):
@@ -186,93 +181,6 @@ def prefix_cache(endpoint: Endpoint) -> list[Finding]:
     return []
 
 
-# The verifier's own files
-
-
-def load_head(folder: str, *, trust_remote_code: bool) -> Head:
-    """The final norm's weight and lm_head, and nothing else of the verifier.
-
-    Raises:
-        VerifierError: one of them is not there, or the norm is none that training knows.
-    """
-    logger.disable("speculators")  # it tells each file that it looks at
-    names = ("model.norm.weight", "lm_head.weight")
-    weights = load_model_layers(list(names), folder)
-    norm, lm_head = (weights.get(name) for name in names)
-    if lm_head is None:  # tied
-        tied = load_model_layers(["embed_tokens.weight"], folder)
-        lm_head = tied.get("embed_tokens.weight")
-    eps = getattr(
-        get_verifier_config(folder, trust_remote_code=trust_remote_code), "rms_norm_eps", None
-    )
-    if norm is None or norm.dim() != 1 or lm_head is None or eps is None:
-        raise VerifierError(
-            f"{folder}: no final RMSNorm (model.norm.weight, rms_norm_eps) and lm_head (or "
-            "embed_tokens) among the weights; training needs them too"
-        )
-    return Head(norm, float(eps), lm_head)
-
-
-def why_no_reference(params: Params, verifier: VerifierIdentity, folder: str) -> str | None:
-    """Why the states cannot be compared with transformers'; None: they can."""
-    config = read_json(Path(folder) / "config.json")
-    if params.verifier.quantization or "quantization_config" in {
-        *config,
-        *config.get("text_config", {}),
-    }:
-        return "the server's weights are quantized"
-    need = 2 * sum(file.size_bytes for file in verifier.weights) + ROOM
-    if need > available_bytes():
-        return f"it needs {need / 1e9:,.0f} GB of memory, {available_bytes() / 1e9:,.0f} are free"
-    return None
-
-
-def available_bytes() -> int:
-    """Memory that is free for this process, also within a container's limit."""
-    meminfo = Path("/proc/meminfo").read_text()
-    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo)
-    assert found
-    free = int(found[1]) * 1024
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(used.read_text()))
-    return free
-
-
-@torch.inference_mode()
-def references(
-    folder: str, dtype: str, chosen: Sequence[Chosen], *, trust_remote_code: bool
-) -> list[Reference]:
-    """transformers' states of every layer, of each sequence by itself."""
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=getattr(torch, dtype),
-        trust_remote_code=trust_remote_code,
-        local_files_only=True,
-    ).eval()
-    before_norm: list[torch.Tensor] = []
-    final_norm(model).register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
-    found = []
-    for one in chosen:
-        ids = torch.tensor([one.input_ids[:MAX_REFERENCE_TOKENS]])  # [1, R]
-        *layers, normed = model(ids, output_hidden_states=True, use_cache=False).hidden_states
-        layers = [*(layer[0] for layer in layers), before_norm.pop()[0]]
-        found.append(Reference(torch.stack(layers, dim=1), normed[0]))
-    return found
-
-
-def final_norm(model: torch.nn.Module) -> torch.nn.Module:
-    """The norm that stands beside the list of decoder layers, whatever the two are called."""
-    for module in model.modules():
-        children = list(module.children())
-        if any(isinstance(c, torch.nn.ModuleList) and len(c) > 0 for c in children):
-            norms = [c for c in children if "norm" in type(c).__name__.lower()]
-            if norms:
-                return norms[-1]
-    raise ValueError(f"{type(model).__name__} has no final norm beside its layers")
-
-
 # The gate
 
 
@@ -299,7 +207,10 @@ def examine(
         try:
             with waiting("parity gate: transformers' states"):
                 true_states = references(
-                    folder, served.dtype, chosen, trust_remote_code=served.trust_remote_code
+                    folder,
+                    served.dtype,
+                    [one.input_ids for one in chosen],
+                    trust_remote_code=served.trust_remote_code,
                 )
         except Exception as error:  # a model's own code can raise anything
             no_reference = f"it does not run: {type(error).__name__}: {error}".splitlines()[0][:200]

@@ -14,7 +14,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline import extract, parity, states_server
+from pipeline import extract, parity, reference, states_server
 from pipeline.draft import check_layer_ids
 from pipeline.errors import BadRun, DataError, ServerError, VerifierError
 from pipeline.findings import Captured, Cause, Head, Reference, check_payload, compare_together
@@ -242,8 +242,8 @@ def test_rows_swapped_among_noise() -> None:
 
 def test_rows_one_token_off(world: World) -> None:
     rolled = edited(world.served(), lambda number, states: states.roll(1, 0))
-    for reference in (True, False):
-        report = world.findings(rolled, reference=reference)
+    for with_truth in (True, False):
+        report = world.findings(rolled, reference=with_truth)
         assert set(causes(report).values()) == {Cause.ROWS_SWAPPED}
 
 
@@ -324,7 +324,7 @@ def test_only_norm_and_head_are_read(tmp_path: Path, tied: bool) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     kept = ("model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight")
     save_file({name: weights[name] for name in kept}, tmp_path / "model.safetensors")
-    head = parity.load_head(str(tmp_path), trust_remote_code=False)
+    head = reference.load_head(str(tmp_path), trust_remote_code=False)
     assert torch.equal(head.norm, model.model.norm.weight)
     assert torch.equal(head.lm_head, model.lm_head.weight)
     assert head.eps == model.config.rms_norm_eps
@@ -335,15 +335,14 @@ def test_a_verifier_without_such_a_norm_is_an_error(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     save_file({"lm_head.weight": model.lm_head.weight.data}, tmp_path / "model.safetensors")
     with pytest.raises(VerifierError, match=r"no final RMSNorm \(model.norm.weight"):
-        parity.load_head(str(tmp_path), trust_remote_code=False)
+        reference.load_head(str(tmp_path), trust_remote_code=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_is_transformers(tmp_path: Path, dtype: str) -> None:
     world = World(dtype)
     world.model.save_pretrained(tmp_path)
-    chosen = [parity.Chosen("q", ids) for ids in world.ids]
-    found = parity.references(str(tmp_path), dtype, chosen, trust_remote_code=False)
+    found = reference.references(str(tmp_path), dtype, world.ids, trust_remote_code=False)
     for ours, true in zip(found, world.truth, strict=True):
         assert torch.equal(ours.layers, true[:, :-1])
         assert torch.equal(ours.normed, true[:, -1])
@@ -457,7 +456,7 @@ def test_a_gate_that_fails_stores_nothing_and_keeps_what_is_there(server: States
 def test_a_model_that_does_not_fit_is_judged_without_transformers(
     server: StatesServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity, "available_bytes", lambda: 10**9)
+    monkeypatch.setattr(reference, "available_bytes", lambda: 10**9)
     extract.main()
     kept = json.loads((FOLDER / "parity.json").read_text())
     assert kept["max_errors"] is None

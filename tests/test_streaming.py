@@ -333,5 +333,8 @@ def test_a_server_of_our_own_is_the_one_of_extract(
             stage.main()
     assert started[0] == started[1]
     monkeypatch.setenv("PIPELINE_EXTRACT_ENDPOINTS", fake.base_url)
-    with open_states(load_params(), load_verifier()), pytest.raises(UserError, match="another"):
+    with (
+        open_states(load_params(), load_verifier()),
+        pytest.raises(UserError, match="is being written"),
+    ):
         extract.main()

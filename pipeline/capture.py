@@ -1,9 +1,8 @@
 """Getting hidden states out of vLLM: the requests, and the shards that they fill.
 
-A request is a completion of one token that is thrown away. The server (pipeline.states_server)
-answers with the name of a file that holds the states (pipeline.staging), which go into the shard
-that waits for them. The longest sequences of a shard are asked first, so that its last ones come
-close together. `extract.concurrency` requests are in flight, also while a shard is written, but
+The server (pipeline.states_server) answers each with the name of a file that holds the states
+(pipeline.staging), which go into the shard that waits for them. The longest sequences of a shard
+are asked first, so that its last ones come close together. `extract.concurrency` requests are in flight, also while a shard is written, but
 only MAX_SHARDS are in memory: when the disk is slower than the model, the model waits.
 """
 
@@ -35,6 +34,7 @@ from pipeline.room import num_bytes, require, told_plainly
 from pipeline.server import Endpoint
 from pipeline.shards import Shard, ShardWriter
 from pipeline.staging import Rejected, pack, take
+from pipeline.states_server import request_body
 from pipeline.verifier import VerifierIdentity
 
 MAX_SHARDS = 2  # in memory: one is filled, one is written
@@ -221,7 +221,7 @@ class _Asking:
 
     async def _ask(self, server: Server, job: Job) -> str:
         """The name of the file with the states. Raises Rejected."""
-        body = {"prompt": job.input_ids.tolist(), "max_tokens": 1, "temperature": 0.0}
+        body = request_body(job.input_ids.tolist())
         for num_busy in range(1, MAX_BUSY_ATTEMPTS + 1):
             reply = await send(Request(job.record.key, body), server, "/completions")
             if reply.outcome != "busy":

@@ -15,6 +15,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +27,7 @@ from datasets import Dataset
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from speculators.data_generation.vllm_client import (
-    InvalidResponseError,
-    extract_output,
-    generate_hidden_states_async,
-)
+from speculators.data_generation.vllm_client import InvalidResponseError, extract_output
 
 from pipeline.client import api_client
 from pipeline.draft import draft_layer_ids, verifier_folder
@@ -59,7 +56,7 @@ from pipeline.resume import one_writer, read_json, write_json
 from pipeline.server import Endpoint, authorization
 from pipeline.stage import run_stage
 from pipeline.staging import Rejected, take
-from pipeline.states_server import states_endpoints
+from pipeline.states_server import request_body, states_endpoints
 from pipeline.verifier import VerifierIdentity, load_verifier
 
 NUM_SEQUENCES = 8
@@ -112,10 +109,9 @@ async def ask(
     """The sequences one by one and all at once. Raises ServerError."""
     client = api_client(endpoint, len(chosen), timeout_s)
     try:
-        alone = [await _alone(client, endpoint.model, one, timeout_s) for one in chosen]
-        together = await asyncio.gather(
-            *[_as_extract(client, endpoint.model, one, timeout_s) for one in chosen]
-        )
+        get = partial(_get, client, endpoint.model, timeout_s=timeout_s)
+        alone = [await get(one, with_top1=True) for one in chosen]
+        together = await asyncio.gather(*[get(one, with_top1=False) for one in chosen])
     except InvalidResponseError as error:
         raise ServerError(
             f"parity gate: {str(error)[:100]}; a server in extract.endpoints needs vLLM's "
@@ -129,35 +125,23 @@ async def ask(
     return alone, together
 
 
-async def _alone(client: openai.AsyncOpenAI, model: str, one: Chosen, timeout_s: float) -> Captured:
+async def _get(
+    client: openai.AsyncOpenAI, model: str, one: Chosen, timeout_s: float, *, with_top1: bool
+) -> Captured:
+    more = {"prompt_logprobs": 1} if with_top1 else {}
     answer = await client.completions.create(
         model=model,
-        prompt=one.input_ids,
-        max_tokens=1,
-        temperature=0.0,
-        extra_body={"return_token_ids": True, "prompt_logprobs": 1},
+        **request_body(one.input_ids),
+        extra_body={"return_token_ids": True, **more},
     )
     file, _ = extract_output(answer, one.input_ids)
     payload = await take(file, timeout_s)
-    given = getattr(answer.choices[0], "prompt_logprobs", None)
-    if not given or len(given) != len(one.input_ids):
-        raise ServerError(f"{client.base_url} gives no prompt_logprobs, which the gate needs")
-    top1 = torch.tensor([likeliest(entry) for entry in given[1:]])  # [T - 1]
-    return _captured(one, payload, top1)
-
-
-async def _as_extract(
-    client: openai.AsyncOpenAI, model: str, one: Chosen, timeout_s: float
-) -> Captured:
-    file, _ = await generate_hidden_states_async(
-        client, model, {"input_ids": one.input_ids}, timeout=timeout_s, max_retries=0
-    )
-    return _captured(one, await take(file, timeout_s))
-
-
-def _captured(
-    one: Chosen, payload: dict[str, torch.Tensor], top1: torch.Tensor | None = None
-) -> Captured:
+    top1 = None
+    if with_top1:
+        given = getattr(answer.choices[0], "prompt_logprobs", None)
+        if not given or len(given) != len(one.input_ids):
+            raise ServerError(f"{client.base_url} gives no prompt_logprobs, which the gate needs")
+        top1 = torch.tensor([likeliest(entry) for entry in given[1:]])  # [T - 1]
     asked = torch.tensor(one.input_ids)
     return Captured(one.sample_id, asked, payload["token_ids"], payload["hidden_states"], top1)
 

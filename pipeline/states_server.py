@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +45,11 @@ def states_endpoints(params: Params, verifier: VerifierIdentity) -> Iterator[lis
         layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
         with serve(_server(params.verifier), "extract", _server_args(layer_ids, staging)) as server:
             yield [server]
+
+
+def request_body(input_ids: list[int]) -> dict[str, Any]:
+    """A completion of one token, the fewest that vLLM generates, which is thrown away."""
+    return {"prompt": input_ids, "max_tokens": 1, "temperature": 0.0}
 
 
 def _check_context(endpoint: Endpoint, needed: int) -> None:

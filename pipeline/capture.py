@@ -233,8 +233,8 @@ class _Asking:
         match reply.outcome:
             case "answered":
                 assert reply.body is not None
-                transfer = reply.body.get("kv_transfer_params") or {}
-                file = transfer.get("hidden_states_path")
+                transfer = reply.body.get("kv_transfer_params")
+                file = transfer.get("hidden_states_path") if isinstance(transfer, dict) else None
                 if not isinstance(file, str):
                     raise ServerError(
                         f"{server.endpoint.base_url} answers without hidden states; the servers in "

@@ -270,6 +270,7 @@ def main() -> None:
                 answers.append(answer(draft_runs(draft, sample, start, max_draft_tokens)))
                 runs = ngram_runs(row["input_ids"], start, num_draft_tokens, *lookup)
                 ngram_answers.append(answer(runs))
+        samples.check_fates()
     if not any(len(answer.runs) for answer in answers):
         raise DataError(f"{HELD_OUT}: no answer of two tokens or more, so nothing to draft")
     save_runs(RUNS, answers)

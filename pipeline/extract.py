@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
+from pydantic import BaseModel
 
 from pipeline.errors import DataError
 from pipeline.manifest import (
@@ -41,7 +42,7 @@ from pipeline.manifest import (
 )
 from pipeline.params import Params, load_params
 from pipeline.records import HIDDEN_STATES, SEQUENCES, Ablation, Split, count_by
-from pipeline.resume import TEMP_SUFFIX, content_key, one_writer, read_json, write_json
+from pipeline.resume import TEMP_SUFFIX, content_key, one_writer, write_json
 from pipeline.sequences import load_split
 from pipeline.server import Endpoint
 from pipeline.stage import run_stage
@@ -118,12 +119,37 @@ def wanted_shards(
     }
 
 
+class Proof(BaseModel):
+    """parity.json: what the parity gate measured, and what that holds for."""
+
+    settings: dict[str, Any]
+    no_reference: str | None
+    max_errors: list[float] | None
+    top1_agreement: float
+    together_max_error: float
+
+
+def load_proof(folder: Path) -> Proof | None:
+    """None: nothing is proved yet, or what was written is damaged, which comes to the same."""
+    try:
+        return Proof.model_validate_json((folder / PARITY).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
 def prune(folder: Path, wanted: set[str]) -> None:
-    """Remove shards, manifest or plan that nobody wants any more, and what a killed writer left."""
-    for pattern in (SHARDS, f"shard-*{TEMP_SUFFIX}", MANIFEST, PLAN):
+    """Remove shards, manifest or plan that nobody wants any more."""
+    for pattern in (SHARDS, MANIFEST, PLAN):
         for path in folder.glob(pattern):
             if path.name not in wanted:
                 path.unlink()
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed writer left, before the room is looked at."""
+    for name in (SHARDS, MANIFEST, PLAN, PARITY):
+        for path in folder.glob(name + TEMP_SUFFIX):
+            path.unlink()
 
 
 def report(entries: Sequence[ShardEntry]) -> dict[str, Any]:
@@ -146,16 +172,16 @@ def report(entries: Sequence[ShardEntry]) -> dict[str, Any]:
 
 def parity_figures(folder: Path, entries: Sequence[ShardEntry]) -> dict[str, Any] | None:
     """What the parity gate (pipeline.parity) measured on the settings of the shards or the plan."""
-    if not (folder / PARITY).exists():
+    found = load_proof(folder)
+    if found is None:
         return None
-    found = read_json(folder / PARITY)
     for entry in entries:
-        if any(getattr(entry, name) != found["settings"][name] for name in MADE_BY):
+        if any(getattr(entry, name) != found.settings.get(name) for name in MADE_BY):
             return None
     return {
-        "reference_max_error": found["max_errors"] and max(found["max_errors"]),
-        "together_max_error": found["together_max_error"],
-        "top1_agreement": found["top1_agreement"],
+        "reference_max_error": found.max_errors and max(found.max_errors),
+        "together_max_error": found.together_max_error,
+        "top1_agreement": found.top1_agreement,
     }
 
 
@@ -211,6 +237,7 @@ def main() -> None:
     sequences = load_sequences(SEQUENCES)
     wanted = wanted_shards(sequences, params, verifier)
     with one_writer(HIDDEN_STATES):
+        sweep(HIDDEN_STATES)
         entries: Sequence[ShardEntry]
         if params.extract.mode == "stored":
             entries = store(wanted, sequences, params, verifier)

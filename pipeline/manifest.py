@@ -234,12 +234,13 @@ def plan(wanted: dict[str, ShardEntry], there: dict[str, ShardFile]) -> Plan:
     """Compare what is wanted (no rejections in it) with the sound shards that are there."""
     kept = {n: there[n] for n, entry in wanted.items() if n in there and _is(there[n], entry)}
     to_make = {name: entry for name, entry in wanted.items() if name not in kept}
-    needed = {
-        (*made_as, record.ids_sha256): record.num_last_states
-        for entry in to_make.values()
-        for made_as in (_made_as(entry), _made_as(entry, ROUNDED_FROM.get(entry.dtype)))
-        for record in entry.sequences
-    }
+    # Of the same tokens more than one sequence can be wanted, with masks that begin elsewhere.
+    needed: dict[tuple[str, ...], int] = {}
+    for entry in to_make.values():
+        for made_as in (_made_as(entry), _made_as(entry, ROUNDED_FROM.get(entry.dtype))):
+            for record in entry.sequences:
+                states = (*made_as, record.ids_sha256)
+                needed[states] = max(record.num_last_states, needed.get(states, 0))
     known = {}
     for name, shard in there.items():
         for row, record in enumerate(shard.stored()):

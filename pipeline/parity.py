@@ -32,7 +32,7 @@ from speculators.data_generation.vllm_client import InvalidResponseError, extrac
 from pipeline.client import api_client
 from pipeline.draft import draft_layer_ids, verifier_folder
 from pipeline.errors import BadRun, DataError, ServerError
-from pipeline.extract import MADE_BY, PARITY, load_sequences, wanted_shards
+from pipeline.extract import MADE_BY, PARITY, Proof, load_proof, load_sequences, wanted_shards
 from pipeline.findings import (
     MIN_TOP1_AGREEMENT,
     TOLERANCES,
@@ -52,7 +52,7 @@ from pipeline.params import Params, load_params
 from pipeline.progress import waiting
 from pipeline.records import DRAFT, HIDDEN_STATES, SEQUENCES
 from pipeline.reference import load_head, references, why_no_reference
-from pipeline.resume import one_writer, read_json, write_json
+from pipeline.resume import one_writer, write_json
 from pipeline.server import Endpoint, authorization
 from pipeline.stage import run_stage
 from pipeline.staging import Rejected, take
@@ -300,18 +300,21 @@ def prove(
     entry: ShardEntry,
     folder: Path,
 ) -> None:
-    """The gate, once for the same settings; `entry` is any of the shards to make, or the plan.
+    """The gate; `entry` is any of the shards to make, or the plan. Once for the same settings of a
+    server of our own; of others nobody knows if they are still what they were.
 
     Raises:
         BadRun: the states are wrong. What lies in `folder` stays as it is.
     """
-    path, settings = folder / PARITY, settings_of(entry, params, endpoints)
-    if path.exists() and read_json(path)["settings"] == settings:
+    settings, proof = settings_of(entry, params, endpoints), load_proof(folder)
+    ours = all(endpoint.process for endpoint in endpoints)
+    if ours and proof and proof.settings == settings:
         return
     report = examine(endpoints, sequences, params, verifier)
     Console().print(show(report, entry.layer_ids, params.verifier.dtype))
     stop_if_wrong(report)
-    write_json(path, {"settings": settings, "no_reference": report.no_reference, **figures(report)})
+    found = Proof(settings=settings, no_reference=report.no_reference, **figures(report))
+    write_json(folder / PARITY, found.model_dump())
 
 
 def figures(report: Report) -> dict[str, Any]:

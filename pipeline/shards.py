@@ -26,6 +26,7 @@ from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from pipeline.errors import DataError
 from pipeline.float8 import CODES, SCALES, decode, encode
 from pipeline.manifest import (
     HEADER_KEY,
@@ -87,6 +88,7 @@ class ShardWriter:
         rows = slice(self._rows[index], self._rows[index + 1])
         last_rows = slice(self._last_rows[index], self._last_rows[index + 1])
         num_last = self._records[index].num_last_states
+        assert len(states.last) >= num_last
         last = states.last[len(states.last) - num_last :]
         if self.dtype is CODES:
             self._aux[rows], self._aux_scales[rows] = encode(states.aux)
@@ -180,11 +182,25 @@ class HiddenStates:
         """How speculators' datasets read rows with these keys."""
         return ShardTransfer(self, keys)
 
+    def __contains__(self, key: str) -> bool:
+        """False for a sequence that extract rejected."""
+        return key in self._places
+
     def read(self, key: str, start: int = 0, stop: int | None = None) -> States:
-        """States of the sequence with this key, or of its tokens start … stop - 1."""
+        """States of the sequence with this key, or of its tokens start … stop - 1.
+
+        Raises:
+            DataError: its shard is damaged or not there.
+        """
         file, row = self._places[key]
         if file not in self._open:
-            self._open[file] = Shard(self.folder / file)
+            try:
+                self._open[file] = Shard(self.folder / file)
+            except (SafetensorError, OSError) as error:
+                raise DataError(
+                    f"{self.folder / file} cannot be opened ({error}); `make verify-states`, then "
+                    "`dvc repro`"
+                ) from error
         return self._open[file].read(row, start, stop)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -204,7 +220,9 @@ class ShardTransfer(HiddenStatesTransfer):
         """The first `stop` tokens, without the copy that get_cached makes."""
         return self._states.read(self._keys[file_idx], stop=stop)
 
-    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor]:
+    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
+        if self._keys[file_idx] not in self._states:
+            return None
         token_ids, aux, last = self.states(file_idx)
         full = aux.new_empty(aux.shape[0], aux.shape[1] + 1, aux.shape[2])  # [T, 4, H]
         full[:, :-1] = aux
@@ -217,7 +235,7 @@ class ShardTransfer(HiddenStatesTransfer):
 
 @HiddenStatesBackend.register("shards")
 class ShardBackend(HiddenStatesBackend):
-    """`speculators train --hidden-states-backend shards`."""
+    """`speculators train --hidden-states-backend shards`, where this module has been imported."""
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from pipeline.manifest import StatesRejection
 from pipeline.shards import ShardWriter, States
 
 POLL_S = 0.005
+SERVED = frozenset({torch.float32, torch.bfloat16, torch.float16})  # verifier.dtype
 
 
 class Rejected(Exception):
@@ -65,6 +66,10 @@ def checked(payload: dict[str, torch.Tensor], input_ids: np.ndarray, shard: Shar
             shard's dtype.
     """
     hidden_states, token_ids = payload["hidden_states"], payload["token_ids"]  # [T, 4, H], [T]
+    if hidden_states.dtype not in SERVED or token_ids.dtype.is_floating_point:
+        raise Rejected(
+            StatesRejection.SHAPE, f"{hidden_states.dtype} states, {token_ids.dtype} token ids"
+        )
     # A prefix cache leaves states out in front; a request mixed up with another has its tokens.
     if not np.array_equal(token_ids.numpy(), input_ids):
         raise Rejected(StatesRejection.TOKEN_IDS, "the states are those of other tokens")

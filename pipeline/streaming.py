@@ -5,9 +5,8 @@
         states.transfer(keys)                          how speculators' datasets get them
 
 extract has written which sequences there are (plan.json) and proved that the server is right. Here
-train and evaluate ask a server for the states of a sequence whenever they need them, by
-speculators' own way (`on_missing="generate"`), and again in each epoch. A server of the stage's own
-lives as long as the block does.
+train and evaluate ask a server for the states of a sequence whenever they need them, and again in
+each epoch. A server of the stage's own lives as long as the block does.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ import torch
 from datasets import Dataset
 from hs_connectors import HiddenStatesTransfer
 
-from pipeline.errors import ServerError, ServerStopped
+from pipeline.errors import ServerStopped
 from pipeline.manifest import PLAN, load_plan, with_states
 from pipeline.params import Params
 from pipeline.records import HIDDEN_STATES
@@ -61,8 +60,7 @@ class StreamTransfer(HiddenStatesTransfer):
         """Nothing is."""
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Raises Rejected or ValueError, which speculators tries again; it looks at tokens and
-        finite values itself."""
+        """Raises Rejected or ValueError; tokens and finite values are the caller's to check."""
         payload = asyncio.run(take(hs_transfer_params["hidden_states_path"], self._timeout_s))
         found = tuple(payload["hidden_states"].shape[1:])  # of [T, 4, H]
         if found != self._shape:
@@ -77,7 +75,7 @@ def open_states(
     """What extract left: shards, or a plan and then a server.
 
     Raises:
-        ServerError: the server ended (ServerStopped), or gives no states any more.
+        ServerStopped: the server ended, whatever else went wrong because of that.
     """
     if params.extract.mode == "stored":
         yield HiddenStates(HIDDEN_STATES)
@@ -92,8 +90,7 @@ def open_states(
                 verifier.hidden_size,
                 params.extract.timeout_s,
             )
-        except ServerError as error:
-            dead = next((endpoint for endpoint in endpoints if endpoint.died), None)
-            if dead is None:
-                raise
-            raise ServerStopped(f"the server ended: {dead.last_words}") from error
+        finally:
+            # Also when all went well, as it seems: what came after its end was left out.
+            if dead := next((endpoint for endpoint in endpoints if endpoint.died), None):
+                raise ServerStopped(f"the server ended: {dead.last_words}")

@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.devices import losses, num_loader_workers, training_device
 from pipeline.draft import check_layer_ids, load_vocabulary, new_draft, save_draft
 from pipeline.errors import BadRun, DataError
-from pipeline.loading import StatesDataset
+from pipeline.loading import Fate, StatesDataset
 from pipeline.params import Params, Train, load_params
 from pipeline.progress import Bar, progress_bar
 from pipeline.records import DRAFT, SEQUENCES, Split
@@ -85,7 +85,7 @@ class SequenceDataset(StatesDataset):
 
     def counts(self) -> dict[str, Any]:
         """rows_in = sequences + rejected; tokens are those that training sees."""
-        available = ~self.unavailable.numpy()
+        available = self.fates.numpy() == Fate.THERE
         lengths = np.array(self.approx_lengths)[available]
         return {
             "rows_in": self._num_rows,
@@ -269,6 +269,8 @@ def main() -> None:
         )
         with progress_bar("training", params.train.num_steps, "steps") as bar:
             validation = trainer.run(params.train.num_steps, lambda: curve.after_step(bar))
+        training.check_fates()
+        held_out.check_fates()
     save_draft(draft, DRAFT, getattr(torch, params.verifier.dtype), provenance(training))
     check_layer_ids(DRAFT, params.extract.layer_ids)
     write_bytes(CURVE, curve.csv(params.train.ttt_steps))

@@ -32,11 +32,19 @@ HASH = "md5"  # DVC's
 
 
 def damage(path: Path, listed: ShardFile, advance: Callable[[int], None]) -> str | None:
-    """What is wrong with a shard, None when it is sound; `advance` is told of bytes read."""
+    """What is wrong with a shard, None when it is sound; `advance` is told of bytes read.
+
+    A newer one of other sequences than the manifest says was put there by a run that was killed
+    before it wrote the manifest: it has no checksum yet, and safetensors has found it whole.
+    """
     try:
-        num_bytes = path.stat().st_size
+        file = path.stat()
     except FileNotFoundError:
         return "it is not there"
+    num_bytes, entry = file.st_size, read_entry(path)
+    if entry and entry != listed.entry():
+        is_newer = file.st_mtime > path.with_name(MANIFEST).stat().st_mtime
+        return None if is_newer else "its header describes other sequences than the manifest"
     if num_bytes != listed.num_bytes:
         return f"{num_bytes:,} bytes instead of {listed.num_bytes:,}"
     try:
@@ -45,11 +53,8 @@ def damage(path: Path, listed: ShardFile, advance: Callable[[int], None]) -> str
         return f"it cannot be read: {error.strerror}"
     if found == listed.sha256:
         return None
-    entry = read_entry(path)
     if entry is None:
         return "its header is damaged"
-    if entry != listed.entry():
-        return "its header describes other sequences than the manifest"
     return f"its bytes have changed: sha256 {found[:12]}… instead of {listed.sha256[:12]}…"
 
 
@@ -101,7 +106,9 @@ def copy_in_cache(path: Path) -> Path | None:
         recorded = next(out[HASH] for out in outs if out["path"] == path.parent.as_posix())
         files = json.loads(in_cache(cache, recorded).read_text(encoding="utf-8"))
         found = next(file[HASH] for file in files if file["relpath"] == path.name)
-    except (DvcException, OSError, KeyError, StopIteration):
+    except (DvcException, OSError, KeyError, StopIteration, TypeError, AttributeError, ValueError):
+        return None  # what is no lock or no list of files, too
+    except yaml.YAMLError:  # a merge conflict
         return None
     copy = in_cache(cache, found)
     return copy if copy.exists() else None
@@ -127,7 +134,7 @@ def remove(path: Path, listed: ShardFile | None) -> bool:
 
 def main() -> None:
     with one_writer(HIDDEN_STATES):
-        if (HIDDEN_STATES / PLAN).exists():
+        if (HIDDEN_STATES / PLAN).exists() and not (HIDDEN_STATES / MANIFEST).exists():
             print(f"{HIDDEN_STATES}: nothing is stored, extract.mode is streamed")
             return
         listed = {shard.file: shard for shard in load_manifest(HIDDEN_STATES).shards}

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from pipeline import extract, parity, reference, states_server
 from pipeline.draft import check_layer_ids
 from pipeline.errors import BadRun, DataError, ServerError, VerifierError
 from pipeline.findings import Captured, Cause, Head, Reference, check_payload, compare_together
+from pipeline.server import meet
 from tests.small_sequences import ROOT, sequence, write_params, write_sequences, write_verifier
 from tests.test_extract import Payload, StatesServer
 
@@ -422,13 +425,44 @@ def test_extract_asks_the_gate_once(server: StatesServer) -> None:
     assert metrics["parity"]["reference_max_error"] < 1e-5
 
     before, server.asked[:] = files(), []
-    shutil.rmtree("data/sequences")
-    write_sequences(Path(), [*ROWS, sequence(20)])
+    grow()
     extract.main()
-    assert len(server.asked) == 1
+    # Of a server that somebody named nobody knows if it is still what it was.
+    assert len(server.asked) == 8 + 8 + 1
     assert files()["parity.json"] == before["parity.json"]
     server.close()
     extract.main()  # nothing to do
+
+
+def test_of_a_server_of_our_own_the_gate_is_asked_once(
+    server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = replace(meet(server.base_url), process=subprocess.Popen(["sleep", "60"]))
+    monkeypatch.setattr(states_server, "states_endpoints", lambda *_: nullcontext([endpoint]))
+    extract.main()
+    server.asked.clear()
+    grow()
+    extract.main()
+    assert len(server.asked) == 1
+    assert endpoint.process
+    endpoint.process.kill()
+
+
+def grow() -> None:
+    shutil.rmtree("data/sequences")
+    write_sequences(Path(), [*ROWS, sequence(20)])
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[]", '{"settings": null}', '{"settings": {"a'])
+def test_a_damaged_proof_is_none(server: StatesServer, damage: str) -> None:
+    extract.main()
+    before = (FOLDER / "parity.json").read_bytes()
+    (FOLDER / "parity.json").write_text(damage)
+    extract.main()  # nothing to ask, so nothing to prove
+    assert json.loads(Path("reports/extract.json").read_text())["parity"] is None
+    grow()
+    extract.main()
+    assert (FOLDER / "parity.json").read_bytes() == before
 
 
 def test_other_settings_ask_the_gate_again(server: StatesServer) -> None:

@@ -1,11 +1,12 @@
 """extract.mode streamed: a plan instead of shards, and states from a server when they are needed.
 
-The server is a stand-in that writes known states; tests/e2e/test_streaming.py has vLLM.
+The server is a stand-in that writes known states; tests/e2e/test_states.py has vLLM.
 """
 
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,7 +31,7 @@ from pipeline import (
     verify_states,
 )
 from pipeline.errors import DataError, ServerError, ServerStopped, UserError
-from pipeline.loading import StatesDataset
+from pipeline.loading import Fate, StatesDataset
 from pipeline.params import load_params
 from pipeline.records import HIDDEN_STATES, SEQUENCES, Split
 from pipeline.sequences import load_split
@@ -90,7 +91,12 @@ def test_the_gate_is_asked_once_and_nothing_is_started_again(
         _, sequences, _, _, entry, _ = args
         asked.append(len(sequences))
         settings = {name: getattr(entry, name) for name in extract.MADE_BY}
-        figures = {"max_errors": [0.0], "together_max_error": 0.0, "top1_agreement": 1.0}
+        figures = {
+            "no_reference": None,
+            "max_errors": [0.0],
+            "together_max_error": 0.0,
+            "top1_agreement": 1.0,
+        }
         (HIDDEN_STATES / "parity.json").write_text(json.dumps({"settings": settings, **figures}))
 
     monkeypatch.setattr(parity, "prove", prove)
@@ -222,16 +228,74 @@ def test_a_held_out_answer_without_states_is_counted(fake: StatesServer) -> None
     assert (found["rows_in"], found["samples"], found["rejected"]) == (2, 1, {"no_states": 1})
 
 
+@pytest.mark.parametrize("stage", [train, evaluate])
+def test_more_failures_than_one_in_a_hundred_fail_the_stage(fake: StatesServer, stage: Any) -> None:
+    """Unlike wrong states, no answer may be an answer next time."""
+    extract.main()
+    train.main()
+    fake.spoil = lambda ids, *_: 500 if ids[:4] in (ids_of(1)[:4], ids_of(5)[:4]) else None
+    with pytest.raises(ServerError, match=r"1 of . sequences of data/.* got no hidden states"):
+        stage.main()
+
+
+def test_training_on_nothing_is_an_error(fake: StatesServer) -> None:
+    extract.main()
+    fake.spoil = lambda *_: 400
+    with pytest.raises(ServerError, match="6 of 6 sequences of data/sequences/train got no hidden"):
+        train.main()
+    assert not Path("models/draft").exists()
+
+
+@pytest.mark.parametrize("code", [401, 403, 404])
+def test_a_wrong_key_or_model_ends_the_run_at_once(fake: StatesServer, code: int) -> None:
+    extract.main()
+    fake.spoil = lambda *_: code
+    with pytest.raises(ServerError, match=str(code)):
+        train.main()
+    assert len(fake.asked) <= 6
+
+
+def test_a_server_that_hangs_is_not_waited_for_twice(fake: StatesServer) -> None:
+    write_params(Path(), extract={"mode": "streamed", "timeout_s": 1})
+    extract.main()
+    fake.spoil = lambda *_: time.sleep(3)
+    with open_states(load_params(), load_verifier()) as states:
+        samples = dataset(states)
+        assert isinstance(samples[0], SampleUnavailable)
+    assert len(fake.asked) == 1
+    with pytest.raises(ServerError, match="1 of them no answer"):
+        samples.check_fates()
+
+
+def test_another_server_is_asked_for_what_one_failed(
+    fake: StatesServer, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = StatesServer(project / "staging")
+    monkeypatch.setenv("PIPELINE_EXTRACT_ENDPOINTS", f"{dead.base_url},{fake.base_url}")
+    extract.main()
+    with open_states(load_params(), load_verifier()) as states:
+        dead.spoil = lambda *_: 500
+        samples = dataset(states)
+        assert all("hidden_states" in samples[index] for index in range(6))
+    assert (len(dead.asked), len(fake.asked)) == (3, 6)
+    dead.close()
+
+
+def ids_of(index: int) -> list[int]:
+    ids: list[int] = sequence(index)["input_ids"]
+    return ids
+
+
 def test_states_that_come_the_next_time_are_no_loss(fake: StatesServer) -> None:
-    codes = iter([500, 500, 500, 500])  # two tries, each of them repeated
+    codes = iter([500, 500])  # both tries
     fake.spoil = lambda *_: next(codes, None)
     extract.main()
     with open_states(load_params(), load_verifier()) as states:
         samples = dataset(states)
         assert isinstance(samples[0], SampleUnavailable)
-        assert samples.unavailable.tolist() == [True, *[False] * 5]
+        assert samples.fates.tolist() == [Fate.FAILED, *[Fate.THERE] * 5]
         assert "hidden_states" in samples[0]
-        assert not samples.unavailable.any()
+        assert not samples.fates.any()
 
 
 def test_a_server_that_gives_no_states_any_more_ends_the_run(fake: StatesServer) -> None:
@@ -260,6 +324,12 @@ def test_a_dead_server_of_our_own_has_the_last_word(
         open_states(load_params(), load_verifier()),
     ):
         raise ServerError("no states")
+    # And if nobody noticed.
+    with (
+        pytest.raises(ServerStopped, match="the engine is gone"),
+        open_states(load_params(), load_verifier()),
+    ):
+        pass
 
 
 def test_a_file_that_holds_no_states_is_not_deleted(fake: StatesServer, project: Path) -> None:
@@ -284,21 +354,16 @@ def test_the_key_goes_along(fake: StatesServer, monkeypatch: pytest.MonkeyPatch)
     assert fake.keys == ["Bearer sesame"]
 
 
-def test_loader_processes_share_the_servers_out(
-    fake: StatesServer, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    second = StatesServer(project / "staging")
-    urls = f"{fake.base_url},{second.base_url}"
-    monkeypatch.setenv("PIPELINE_EXTRACT_ENDPOINTS", urls)
+def test_loader_processes_ask_too_and_what_they_miss_is_known_here(fake: StatesServer) -> None:
     extract.main()
+    fake.spoil = lambda ids, *_: 400 if ids[:4] == ids_of(4)[:4] else None
     with open_states(load_params(), load_verifier()) as states:
         samples = dataset(states)
         loader = DataLoader(
             samples, 1, num_workers=2, collate_fn=list, multiprocessing_context="spawn"
         )
         assert len(list(loader)) == 6
-    assert [len(fake.asked), len(second.asked)] == [3, 3]
-    second.close()
+    assert samples.fates.tolist() == [0, 0, Fate.WRONG, 0, 0, 0]
 
 
 def test_a_plan_of_other_tokens_stops_training(fake: StatesServer) -> None:
@@ -332,6 +397,10 @@ def test_a_server_of_our_own_is_the_one_of_extract(
         with pytest.raises(ServerError, match="enough"):
             stage.main()
     assert started[0] == started[1]
+    max_model_len, name, args = started[0]
+    assert (max_model_len, name) == (33, "extract")  # one more than verifier.max_model_len
+    assert "--no-enable-prefix-caching" in args
+    assert f"[{', '.join(map(str, [*LAYER_IDS, NUM_LAYERS]))}]".replace(" ", "") in args[1]
     monkeypatch.setenv("PIPELINE_EXTRACT_ENDPOINTS", fake.base_url)
     with (
         open_states(load_params(), load_verifier()),

@@ -51,6 +51,7 @@ def header_only(path: Path) -> None:
 
 def swap(path: Path) -> None:
     shutil.copy(path.with_name(NAMES[0]), path)
+    os.utime(path, (0, 0))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {

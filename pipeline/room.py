@@ -1,10 +1,11 @@
 """Is there room for the shards? Asked before anything is spent on them, and before each is written.
 
-What will be written is known to the byte from the plan: tokens × layers × hidden size × bytes of a
-value, and of the last layer only what training reads.
+What will be written follows from the plan: tokens × layers × hidden size × bytes of a value, and of
+the last layer only what training reads.
 """
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def num_bytes(entry: ShardEntry, hidden_size: int) -> int:
     rows = num_tokens * (len(entry.layer_ids) - 1) + num_last
     scales = rows if value == 1 else 0
     offsets = 2 * 8 * (len(entry.sequences) + 1)
-    header = len(entry.model_dump_json()) + PAGE
+    header = len(json.dumps(entry.model_dump_json())) + PAGE  # a string in the header's JSON
     return rows * hidden_size * value + scales + num_tokens * 8 + offsets + header
 
 

@@ -209,7 +209,8 @@ def test_a_grown_folder_is_that_of_a_single_run(server: StatesServer) -> None:
 def test_fewer_sequences_remove_their_shards_and_nothing_else(server: StatesServer) -> None:
     extract.main()
     (FOLDER / "notes.txt").write_text("mine")
-    (FOLDER / "shard-00001.safetensors.tmp").write_text("half a shard")
+    for name in ("shard-00001.safetensors", "shard-00009.safetensors", "plan.json", "parity.json"):
+        (FOLDER / f"{name}.tmp").write_text("half of it")
     server.asked.clear()
     shutil.rmtree("data/sequences")
     write_sequences(Path(), ROWS[:6])

@@ -1,5 +1,6 @@
 """Shards: what is written is read, what is there stays, what is broken is made again."""
 
+import argparse
 import os
 import pickle
 import signal
@@ -8,12 +9,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from safetensors import safe_open
+from speculators.train.config import TrainConfig
 
 from pipeline.errors import DataError
 from pipeline.manifest import (
@@ -25,11 +28,20 @@ from pipeline.manifest import (
     StatesRejection,
     describe,
     ids_sha256,
+    load_manifest,
     plan,
     survey,
 )
 from pipeline.resume import write_json
-from pipeline.shards import STORED_AS, HiddenStates, Shard, ShardTransfer, ShardWriter, States
+from pipeline.shards import (
+    STORED_AS,
+    HiddenStates,
+    Shard,
+    ShardBackend,
+    ShardTransfer,
+    ShardWriter,
+    States,
+)
 from pipeline.staging import Rejected, checked
 from tests.small_sequences import ROOT, sequence
 
@@ -230,6 +242,31 @@ def test_speculators_gets_four_layers_with_zeros_where_nothing_is_read(tmp_path:
     assert sample["hidden_states"][:3, 3].abs().sum() == 0
 
 
+def test_speculators_takes_the_backend_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in their own order; one without states is missing, as speculators means it."""
+    rejected = record(2).model_copy(update={"rejected": StatesRejection.REFUSED})
+    folder = folder_with(tmp_path / "states", {NAME: entry(record(0), record(1))})
+    manifest = load_manifest(folder)
+    shard = manifest.shards[0]
+    shard = shard.model_copy(update={"sequences": [*shard.sequences, rejected]})
+    write_json(folder / MANIFEST, Manifest(shards=[shard]).model_dump())
+    rows = [{"key": key, "input_ids": [0], "seq_len": 1} for key in ("key1", "key2", "key0")]
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))
+    arguments = ["--hidden-states-backend", "shards", "--hidden-states-path", str(folder)]
+    arguments += ["--verifier-name-or-path", "v", "--data-path", str(tmp_path / "rows")]
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    config = TrainConfig.resolve()
+    assert config.data.hidden_states_backend == "shards"
+    transfer = ShardBackend.from_train_args(
+        argparse.Namespace(hidden_states_path=str(folder)), str(tmp_path / "rows")
+    )
+    assert transfer.get_cached(0)["token_ids"].tolist() == [100, 101, 102, 103, 104]
+    assert transfer.get_cached(1) is None
+    assert transfer.get_cached(2)["token_ids"].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_reader_can_be_sent_to_another_process(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, {"shard-00000.safetensors": entry(record(0))})
     reader = HiddenStates(folder)
@@ -383,6 +420,19 @@ def test_a_new_key_with_the_same_tokens_copies_the_states(tmp_path: Path) -> Non
     renamed = record(0).model_copy(update={"key": "another"})
     todo = plan({"a": entry(renamed)}, there(tmp_path, a=entry(record(0))))
     assert (set(todo.to_make), todo.to_ask) == ({"a"}, [])
+
+
+def test_of_two_sequences_of_the_same_tokens_the_longer_mask_decides(tmp_path: Path) -> None:
+    """One has last states of two tokens, the other of one, in either order."""
+    long, short = record(0, 5, 2), record(0, 5, 1).model_copy(update={"key": "key00"})
+    for number, records in enumerate([(long, short), (short, long)]):
+        before = there(tmp_path / str(number), a=entry(*records))
+        todo = plan({"a": entry(*records, record(1))}, before)
+        assert [r.key for r in todo.to_ask] == ["key1"]
+        file, row = todo.known[long.ids_sha256]
+        assert len(Shard(tmp_path / str(number) / file).read(row).last) == 2
+    todo = plan({"a": entry(long, short)}, there(tmp_path / "less", a=entry(short)))
+    assert {r.key for r in todo.to_ask} == {"key0", "key00"}
 
 
 @pytest.mark.parametrize(
@@ -570,6 +620,19 @@ def test_states_of_other_tokens_are_an_error(tmp_path: Path) -> None:
 def test_states_of_another_verifier_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"layers \[1, 2, 3, 4\] of verifier f, wanted .* of g"):
         reader(tmp_path, 0).of(dataset(0), LAYERS, "g")
+
+
+def test_states_of_other_layers_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"of layers \[1, 2, 3, 4\] .* wanted are \[0, 2, 3, 4\]"):
+        reader(tmp_path, 0).of(dataset(0), [0, 2, 3, 4], "f")
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, 100)])
+def test_a_shard_that_cannot_be_opened_is_named(tmp_path: Path, harm: Any) -> None:
+    folder = folder_with(tmp_path, {NAME: entry(record(0))})
+    harm(folder / NAME)
+    with pytest.raises(DataError, match=rf"{NAME} cannot be opened .*make verify-states"):
+        HiddenStates(folder).read("key0")
 
 
 def test_no_states_at_all_is_an_error(tmp_path: Path) -> None:

@@ -132,6 +132,27 @@ def test_what_a_killed_run_finished_stays_and_what_is_no_shard_goes(folder: Path
     assert {path.name for path in folder.glob("shard-*")} == {*NAMES, "shard-00003.safetensors"}
 
 
+def test_what_a_killed_run_put_in_the_place_of_another_is_no_damage(folder: Path) -> None:
+    """Other layers, say, and no manifest of them yet."""
+    path = folder / NAMES[0]
+    write(path, entry(record(0), record(1), served_as="another"))
+    verify_states.main()
+    assert path.exists()
+    os.utime(path, (0, 0))  # an old one is
+    with pytest.raises(SystemExit):
+        verify_states.main()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("lock", ["", "[]", "stages: 3", "<<<<<<< ours\na: 1\n=======\n"])
+def test_a_lock_that_is_none_hides_no_damage(folder: Path, lock: str) -> None:
+    Path("dvc.lock").write_text(lock)
+    os.truncate(BAD, 100)
+    with pytest.raises(SystemExit):
+        verify_states.main()
+    assert not BAD.exists()
+
+
 def test_a_running_extract_is_not_disturbed(folder: Path) -> None:
     os.truncate(BAD, 100)
     with one_writer(HIDDEN_STATES), pytest.raises(UserError, match="is being written by"):

@@ -2,8 +2,9 @@
 
 The server (pipeline.states_server) answers each with the name of a file that holds the states
 (pipeline.staging), which go into the shard that waits for them. The longest sequences of a shard
-are asked first, so that its last ones come close together. `extract.concurrency` requests are in flight, also while a shard is written, but
-only MAX_SHARDS are in memory: when the disk is slower than the model, the model waits.
+are asked first, so that its last ones come close together. `extract.concurrency` requests are in
+flight, also while a shard is written, but only MAX_SHARDS are in memory: when the disk is slower
+than the model, the model waits.
 """
 
 import asyncio

@@ -221,6 +221,7 @@ class Train(Section):
 
     seed: int
     num_steps: Count
+    checkpoint_steps: Count
     max_tokens_per_batch: Annotated[int, Field(ge=128, multiple_of=128)]
     dtype: Literal["float32", "bfloat16"]
     ttt_steps: Count

@@ -274,7 +274,7 @@ def main() -> None:
     made_from = inputs(params, verifier)
     checkpoints = Checkpoints(IN_PROGRESS / content_key(made_from))
     draft = new_draft(params, verifier, *load_vocabulary(SEQUENCES, verifier), device)
-    with one_writer(DRAFT), open_states(params, verifier) as states:
+    with one_writer(IN_PROGRESS), open_states(params, verifier) as states:
         training = SequenceDataset(SEQUENCES / Split.TRAIN, states, params, verifier)
         held_out = SequenceDataset(SEQUENCES / Split.HELD_OUT, states, params, verifier)
         trainer = DraftTrainer(

@@ -61,7 +61,8 @@ class Checkpoints:
 
     def remove(self) -> None:
         """And those of runs with other inputs, which nobody came back to."""
-        shutil.rmtree(self._folder.parent, ignore_errors=True)
+        for folder in self._folder.parent.iterdir():
+            shutil.rmtree(folder)
 
 
 class DraftTrainer(Trainer):

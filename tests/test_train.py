@@ -111,8 +111,8 @@ def test_training_makes_a_checkpoint_that_loads(project: Path, verifier: Qwen3Fo
     files = {path.name for path in Path("models/draft").iterdir()}
     assert {"config.json", "model.safetensors"} <= files
     assert not [name for name in files if name.endswith(".pt")]
-    left = {path.name for path in Path("models").iterdir()}
-    assert left == {"verifier", "draft", ".draft.lock"}
+    assert {path.name for path in Path("models").glob("[!.]*")} == {"verifier", "draft"}
+    assert not list(train.IN_PROGRESS.iterdir())
     for path in Path("models/draft").iterdir():
         assert str(project).encode() not in path.read_bytes()
     config = json.loads(Path("models/draft/config.json").read_text())
@@ -354,4 +354,4 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(
     # The step that was killed had ended; the next run began behind the last checkpoint.
     done = kill_at - 1 - (kill_at - 1) % 3
     assert steps == [*range(1, kill_at + 1), *range(done + 1, 11)]
-    assert not Path("models/.draft-in-progress").exists()
+    assert not list(train.IN_PROGRESS.iterdir())

@@ -18,7 +18,7 @@ TOP_K = (1, 4, 8, 32)
 
 def main() -> None:
     with ExitStack() as stack:
-        arms = [Arm(f"top-{k}", train=["experiments.top_k", str(k)]) for k in TOP_K]
+        arms = [Arm(f"top-{k}", variant={"top_k": k}) for k in TOP_K]
         for dtype in DTYPES:
             changes = {"extract.dtype": dtype}
             with waiting(f"{dtype} states"):

@@ -1,6 +1,6 @@
 """One draft of an experiment: trained and judged in a scratch project, and a row for it.
 
-    arms = [Arm("top-8", train=["experiments.top_k", "8"])]
+    arms = [Arm("small steps", {"train.muon_learning_rate": 0.0005})]
     record("states", run_all(arms, seeds=[0, 1, 2]))          # reports/experiments.csv
 
 A trial borrows the data of a finished project, this one if nothing else is said, changes nothing in
@@ -8,6 +8,7 @@ it, trains and evaluates. `prepared` runs stages before that on copies. Training
 use one core each, so several run side by side.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -33,13 +34,13 @@ KEY = ["experiment", "arm", "seed"]
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to make a draft: params that differ from params.yaml, the data and the module."""
+    """A way to make a draft: params that differ from params.yaml, the data, and what there is no
+    param for (see experiments.variant)."""
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     data: Path = DATA
-    train: Sequence[str] = ("pipeline.train",)
-    """module and arguments"""
+    variant: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_all(
@@ -62,7 +63,7 @@ def run_all(
 def run(arm: Arm, seed: int, judged_on: Path) -> dict[str, Any]:
     with scratch_project({**arm.changes, "train.seed": seed}) as project:
         borrow(project.folder, arm.data)
-        step(project, *arm.train)
+        step(project, "experiments.variant", json.dumps(arm.variant))
         borrow(project.folder, judged_on)
         step(project, "pipeline.evaluate")
         return row_of(project.folder, arm, seed)

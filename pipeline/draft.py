@@ -16,12 +16,12 @@ from speculators.train.cli import create_transformer_layer_config
 from pipeline.devices import attention
 from pipeline.errors import DataError
 from pipeline.params import Params
+from pipeline.records import PROVENANCE
 from pipeline.resume import TEMP_SUFFIX, read_json, write_json
 from pipeline.verifier import SMALL_FILES, VerifierIdentity
 
 # Weights in other formats are neither fingerprinted nor loaded.
 VERIFIER_FILES = [*SMALL_FILES, "*.safetensors"]
-PROVENANCE = "provenance.json"
 
 
 def verifier_folder(verifier: VerifierIdentity) -> str:

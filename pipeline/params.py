@@ -226,6 +226,7 @@ class Train(Section):
     dtype: Literal["float32", "bfloat16"]
     ttt_steps: Count
     num_layers: Count
+    reasoning_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     learning_rate: Positive
     muon_learning_rate: Positive
 

@@ -32,6 +32,7 @@ from speculators.models.eagle3.data import shift_batch
 from speculators.train.cli import set_seed
 from speculators.train.data import CollateFn
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
+from speculators.train.recovery import SampleUnavailable
 from speculators.train.trainer import TrainerConfig
 from torch.utils.data import DataLoader
 from transformers.utils import logging as transformers_logging
@@ -75,6 +76,7 @@ class SequenceDataset(StatesDataset):
         states: HiddenStates | StreamedStates,
         params: Params,
         verifier: VerifierIdentity,
+        reasoning_weight: float = 1.0,
     ) -> None:
         rows = load_split(folder)
         layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
@@ -91,6 +93,18 @@ class SequenceDataset(StatesDataset):
         super().__init__(folder, sequences, states, max_len, getattr(torch, params.train.dtype))
         self._num_rows, self._num_with_states = len(rows), len(with_states)
         self._supervised = supervised[supervised > 0]
+        self._reasoning_weight = reasoning_weight
+        self._answer_starts: list[int] = list(sequences["answer_start"])
+
+    def _get_raw_data(self, index: int) -> Any:
+        """With weights in place of a mask, which is what speculators' losses do with it: they
+        multiply by it and divide by its sum."""
+        found = super()._get_raw_data(index)
+        if self._reasoning_weight != 1 and not isinstance(found, SampleUnavailable):
+            weights = found["loss_mask"].float()  # [T]; of the token behind each
+            weights[: max(self._answer_starts[index] - 1, 0)] *= self._reasoning_weight
+            found["loss_mask"] = weights
+        return found
 
     def counts(self) -> dict[str, Any]:
         """rows_in = sequences + rejected; tokens are those that training sees."""
@@ -275,7 +289,8 @@ def main() -> None:
     checkpoints = Checkpoints(IN_PROGRESS / content_key(made_from))
     draft = new_draft(params, verifier, *load_vocabulary(SEQUENCES, verifier), device)
     with one_writer(IN_PROGRESS), open_states(params, verifier) as states:
-        training = SequenceDataset(SEQUENCES / Split.TRAIN, states, params, verifier)
+        weight = params.train.reasoning_weight
+        training = SequenceDataset(SEQUENCES / Split.TRAIN, states, params, verifier, weight)
         held_out = SequenceDataset(SEQUENCES / Split.HELD_OUT, states, params, verifier)
         trainer = DraftTrainer(
             device,

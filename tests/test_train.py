@@ -306,6 +306,23 @@ def test_a_mapping_that_does_not_fit_is_an_error(
         load_vocabulary(project / "data/sequences", load_verifier())
 
 
+def test_a_weight_of_none_for_the_reasoning_is_training_on_the_answer(
+    project: Path, verifier: Qwen3ForCausalLM
+) -> None:
+    """The loss at a token is for the one behind it: the answer begins at 8."""
+
+    def trained(mask: list[int], weight: float) -> bytes:
+        write_params(project, train={"reasoning_weight": weight})
+        write_sequences(project, [sequence(i) | {"loss_mask": mask} for i in range(8)])
+        write_states(project, verifier)
+        train.main()
+        return Path("models/draft/model.safetensors").read_bytes()
+
+    whole, answer = [0] * 4 + [1] * 6, [0] * 7 + [1] * 3
+    assert trained(whole, 0.0) == trained(answer, 1.0)
+    assert trained(whole, 0.5) != trained(whole, 1.0)
+
+
 # Killed and resumed
 
 

@@ -3,8 +3,6 @@
 python -m experiments.report     # between the marks of docs/{why_reasoning,training,hidden_states}.md
 """
 
-import re
-
 import pandas as pd
 
 from experiments.trial import TABLE
@@ -64,12 +62,11 @@ def main() -> None:
         page, text = ROOT / "docs" / name, table(rows)
         if experiment == "reasoning":
             text += "\n" + chart(rows)
-        marks = re.compile(rf"(<!-- {experiment} -->\n).*?(<!-- end -->)", re.DOTALL)
-        filled, num_places = marks.subn(
-            lambda found, text=text: found[1] + text + found[2], page.read_text(encoding="utf-8")
-        )
-        assert num_places == 1, page
-        write_bytes(page, filled.encode())
+        before, found, rest = page.read_text(encoding="utf-8").partition(f"<!-- {experiment} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert found
+        assert end
+        write_bytes(page, (before + found + text + end + after).encode())
 
 
 if __name__ == "__main__":

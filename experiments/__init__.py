@@ -1,9 +1,11 @@
 """What a draft gains or loses by a choice; a row for each draft in reports/experiments.csv.
 
-    python -m experiments.states         # smaller states; top-k targets instead of the last layer
+    python -m experiments.reasoning      # reasoning kept, dropped, emptied: docs/why_reasoning.md
+    python -m experiments.recipe         # this project's recipe and speculators': docs/training.md
+    python -m experiments.states         # smaller states, other targets: docs/hidden_states.md
 
-    trial        one draft: trained and judged in a scratch project that borrows this one's data
-    top_k        pipeline.train with the target distribution cut to the k likeliest tokens
+    trial        one draft: trained and judged in a scratch project that borrows data
+    variant      pipeline.train with what params.yaml has no key for
 
-They start from a finished `make repro`, change nothing in it, and take hours rather than minutes.
+They start from a finished `make repro`, change nothing in it, and take up to an hour each.
 """

@@ -6,20 +6,25 @@ The states as stored here, rounded to each other dtype, and with the target dist
 likeliest tokens instead of the last layer's states; each on three seeds, same steps.
 """
 
-from experiments.trial import Arm, record, run_all, summary
+from contextlib import ExitStack
+
+from experiments.trial import DATA, Arm, prepared, record, run_all, summary
+from pipeline.progress import waiting
 
 SEEDS = [0, 1, 2]
-ARMS = [
-    *(
-        Arm(dtype, {"extract.dtype": dtype}, ["extract"])
-        for dtype in ("float32", "bfloat16", "float16", "float8_e4m3")
-    ),
-    *(Arm(f"top-{k}", {}, train=["experiments.top_k", str(k)]) for k in (1, 4, 8, 32)),
-]
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3")
+TOP_K = (1, 4, 8, 32)
 
 
 def main() -> None:
-    print(summary(record("states", run_all(ARMS, SEEDS))).to_string())
+    with ExitStack() as stack:
+        arms = [Arm(f"top-{k}", variant={"top_k": k}) for k in TOP_K]
+        for dtype in DTYPES:
+            changes = {"extract.dtype": dtype}
+            with waiting(f"{dtype} states"):
+                data = stack.enter_context(prepared(DATA, changes, ["extract"]))
+            arms.append(Arm(dtype, changes, data))
+        print(summary(record("states", run_all(arms, SEEDS))).to_string())
 
 
 if __name__ == "__main__":

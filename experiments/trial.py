@@ -1,19 +1,22 @@
 """One draft of an experiment: trained and judged in a scratch project, and a row for it.
 
-    rows = run_all([Arm("float8", {"extract.dtype": "float8_e4m3"}, ["extract"])], seeds=[0, 1, 2])
-    record("states", rows)               # reports/experiments.csv
+    arms = [Arm("small steps", {"train.muon_learning_rate": 0.0005})]
+    record("states", run_all(arms, seeds=[0, 1, 2]))          # reports/experiments.csv
 
-A trial borrows what the stages before it made here. It runs the stages of its arm, then trains and
-evaluates. Trainings of a small draft use one core each, so several run side by side.
+A trial borrows the data of a finished project, this one if nothing else is said, changes nothing in
+it, trains and evaluates. `prepared` runs stages before that on copies. Trainings of a small draft
+use one core each, so several run side by side.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,56 +28,66 @@ from pipeline.progress import progress_bar
 from pipeline.resume import read_json, write_bytes
 
 TABLE = ROOT / "reports/experiments.csv"
-BORROWED = ("verifier.json", "prompts", "traces", "sequences", "hidden_states")
+DATA = ROOT / "data"
 KEY = ["experiment", "arm", "seed"]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to make a draft: params that differ from params.yaml, and how."""
+    """A way to make a draft: params that differ from params.yaml, the data, and what there is no
+    param for (see experiments.variant)."""
 
     name: str
-    changes: Mapping[str, Any]
-    stages: Sequence[str] = ()
-    """that run before train, on copies of what is there"""
-    train: Sequence[str] = ("pipeline.train",)
-    """module and arguments"""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    data: Path = DATA
+    variant: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_all(arms: Sequence[Arm], seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each arm and seed. Raises UserError when a stage fails, with its last line."""
+def run_all(
+    arms: Sequence[Arm], seeds: Sequence[int], judged_on: Path = DATA
+) -> list[dict[str, Any]]:
+    """A row for each arm and seed; the held-out sequences and states of the folder `judged_on` are
+    what every draft is judged on. Raises UserError when a stage fails, with its last line."""
     jobs = [(arm, seed) for seed in seeds for arm in arms]
     with (
         progress_bar("experimenting", len(jobs), "drafts") as bar,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads,
     ):
         rows = []
-        for row in threads.map(lambda job: run(*job), jobs):
+        for row in threads.map(lambda job: run(job[0], job[1], judged_on), jobs):
             rows.append(row)
             bar.advance(note=f"{row['arm']} {row['acceptance_length']}")
     return rows
 
 
-def run(arm: Arm, seed: int) -> dict[str, Any]:
+def run(arm: Arm, seed: int, judged_on: Path) -> dict[str, Any]:
     with scratch_project({**arm.changes, "train.seed": seed}) as project:
-        borrow(project.folder, copied=bool(arm.stages))
-        for stage in arm.stages:
-            step(project, f"pipeline.{stage}")
-        step(project, *arm.train)
+        borrow(project.folder, arm.data)
+        step(project, "experiments.variant", json.dumps(arm.variant))
+        borrow(project.folder, judged_on)
         step(project, "pipeline.evaluate")
         return row_of(project.folder, arm, seed)
 
 
-def borrow(folder: Path, *, copied: bool) -> None:
-    (folder / "data").mkdir()
-    for name in BORROWED:
-        source = ROOT / "data" / name
-        if not source.exists():
-            raise UserError(f"{source.relative_to(ROOT)} is not there: `make repro` first")
-        if copied and source.is_dir():
-            shutil.copytree(source, folder / "data" / name)
-        else:
-            (folder / "data" / name).symlink_to(source)
+@contextmanager
+def prepared(source: Path, changes: Mapping[str, Any], stages: Sequence[str]) -> Iterator[Path]:
+    """The data folder of a scratch project in which `stages` ran on a copy of `source`."""
+    with scratch_project(changes) as project:
+        shutil.copytree(source, project.folder / "data", symlinks=True)
+        for stage in stages:
+            step(project, f"pipeline.{stage}")
+        yield project.folder / "data"
+
+
+def borrow(folder: Path, data: Path) -> None:
+    """Links to all in a data folder, in place of those to another."""
+    (folder / "data").mkdir(exist_ok=True)
+    for name in ("verifier.json", "sequences", "hidden_states"):
+        if not (data / name).exists():
+            raise UserError(f"{data / name} is not there: `make repro` first")
+        link = folder / "data" / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(data / name)
 
 
 def step(project: Project, *module: str) -> None:

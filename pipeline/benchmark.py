@@ -23,8 +23,8 @@ from pipeline.client import Answer, Request, ask_all, run
 from pipeline.errors import DataError, ServerError
 from pipeline.params import NEUTRAL_SAMPLING, Benchmark, Params, load_params
 from pipeline.progress import Bar, progress_bar
-from pipeline.records import DRAFT, PROMPTS_PATH, Split
-from pipeline.resume import read_jsonl, write_json
+from pipeline.records import DRAFT, PROMPTS_PATH, PROVENANCE, Split
+from pipeline.resume import read_json, read_jsonl, write_json
 from pipeline.server import Endpoint, draft_config, serve_all, speculative_args
 from pipeline.stage import run_stage
 from pipeline.verifier import load_verifier
@@ -39,11 +39,23 @@ GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, **NEUTRAL_SAMPLING}
 Outputs = dict[str, list[int]]  # request key → generated token ids
 
 
+def check_thinking(draft: Path, thinking: bool) -> None:
+    """Raises DataError when the draft was trained on answers of the other mode: it would be judged
+    on tokens it never saw."""
+    trained = read_json(draft / PROVENANCE)["thinking"]
+    if trained != thinking:
+        raise DataError(
+            f"{draft} was trained with generate.thinking: {trained}, to be served is {thinking}; "
+            "`dvc repro` trains it anew"
+        )
+
+
 def main() -> None:
     params = load_params()
     load_verifier()
     if not (DRAFT / "config.json").is_file():
         raise DataError(f"{DRAFT} holds no draft; `dvc repro train` makes it")
+    check_thinking(DRAFT, params.generate.thinking)
     requests = benchmark_requests(params)
     rounds = measure(requests, params)
     report = report_of(rounds, params.benchmark)

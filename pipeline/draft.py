@@ -16,12 +16,12 @@ from speculators.train.cli import create_transformer_layer_config
 from pipeline.devices import attention
 from pipeline.errors import DataError
 from pipeline.params import Params
-from pipeline.resume import read_json, write_json
+from pipeline.records import PROVENANCE
+from pipeline.resume import TEMP_SUFFIX, read_json, write_json
 from pipeline.verifier import SMALL_FILES, VerifierIdentity
 
 # Weights in other formats are neither fingerprinted nor loaded.
 VERIFIER_FILES = [*SMALL_FILES, "*.safetensors"]
-PROVENANCE = "provenance.json"
 
 
 def verifier_folder(verifier: VerifierIdentity) -> str:
@@ -96,7 +96,7 @@ def save_draft(
 ) -> None:
     """A speculators checkpoint in `folder`, which is there whole or not at all; beside it, in
     provenance.json, what it was trained on."""
-    unfinished = folder.with_name(f".{folder.name}-in-progress")
+    unfinished = folder.with_name(f".{folder.name}{TEMP_SUFFIX}")
     shutil.rmtree(unfinished, ignore_errors=True)
     state = {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor

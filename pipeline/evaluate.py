@@ -50,6 +50,7 @@ RUNS = Path("data/acceptance/runs.parquet")
 METRICS_PATH = Path("reports/evaluate.json")
 PHASES = ("reasoning", "answer")
 NO_DRAFT = -1  # instead of a run: nothing was proposed
+FIRST_TOKENS = 4  # of an answer, counted as the boundary
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,11 @@ class Answer:
     """
 
     sample_id: str
+    source: str
     start: int  # of the generated tokens in the sequence
+    reasoning_end: int  # the think-end; as answer_start where there is none
     answer_start: int  # first token after the think-end
+    answer_end: int  # first token after the answer: the end of the turn, if it was not cut
     runs: np.ndarray  # [generated tokens - 1]
 
     def phase(self, position: int) -> str:
@@ -183,6 +187,41 @@ def by_context(steps: list[Step], bounds: list[int]) -> dict[str, Any]:
     }
 
 
+def by_source(answers: list[Answer], num_draft_tokens: int) -> dict[str, Any]:
+    """Acceptance length by where the question came from."""
+    steps: dict[str, list[Step]] = {answer.source: [] for answer in answers}
+    for answer in answers:
+        steps[answer.source] += walk(answer, num_draft_tokens)
+    return {
+        source: {"acceptance_length": acceptance_length(inside), "steps": len(inside)}
+        for source, inside in sorted(steps.items())
+    }
+
+
+def at_boundaries(answers: list[Answer]) -> dict[str, Any]:
+    """How often the tokens between the phases are what the draft proposes right before them. They
+    are few, so an acceptance length hides them, and a server that misses the think-end pays at
+    each answer."""
+    hits: dict[str, list[bool]] = {"think_end": [], "answer_begins": [], "end_of_turn": []}
+    for answer in answers:
+        first, stop = answer.start + 1, answer.start + 1 + len(answer.runs)  # drafted tokens
+        for name, tokens in (
+            ("think_end", range(answer.reasoning_end, answer.answer_start)),
+            ("answer_begins", range(answer.answer_start, answer.answer_start + FIRST_TOKENS)),
+            ("end_of_turn", range(answer.answer_end, answer.answer_end + 1)),
+        ):
+            hits[name] += [
+                bool(answer.runs[token - first] > 0) for token in tokens if first <= token < stop
+            ]
+    return {
+        name: {
+            "accepted": round(sum(found) / len(found), 4) if found else None,
+            "tokens": len(found),
+        }
+        for name, found in hits.items()
+    }
+
+
 def lengths(steps: list[Step]) -> dict[str, float | None]:
     phases = {p: acceptance_length(s for s in steps if s.phase == p) for p in PHASES}
     return {"overall": acceptance_length(steps), **phases}
@@ -206,6 +245,8 @@ def report(
         "acceptance_length": lengths(steps),
         "acceptance": by_position(steps, num_draft_tokens),
         "by_context": by_context(steps, bounds),
+        "by_source": by_source(answers, num_draft_tokens),
+        "at_boundaries": at_boundaries(answers),
         "by_num_draft_tokens": {
             str(k): {"acceptance_length": lengths(steps), "steps": len(steps)}
             for k, steps in walks.items()
@@ -263,10 +304,9 @@ def main() -> None:
                 bar.advance()
                 if isinstance(sample, SampleUnavailable):
                     continue
-                answer = partial(
-                    Answer, row["sample_id"], row["generated_start"], row["answer_start"]
-                )
                 start = row["generated_start"]
+                ends = (row["reasoning_end"], row["answer_start"], row["answer_end"])
+                answer = partial(Answer, row["sample_id"], row["source"], start, *ends)
                 answers.append(answer(draft_runs(draft, sample, start, max_draft_tokens)))
                 runs = ngram_runs(row["input_ids"], start, num_draft_tokens, *lookup)
                 ngram_answers.append(answer(runs))

@@ -221,10 +221,12 @@ class Train(Section):
 
     seed: int
     num_steps: Count
+    checkpoint_steps: Count
     max_tokens_per_batch: Annotated[int, Field(ge=128, multiple_of=128)]
     dtype: Literal["float32", "bfloat16"]
     ttt_steps: Count
     num_layers: Count
+    reasoning_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     learning_rate: Positive
     muon_learning_rate: Positive
 

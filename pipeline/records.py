@@ -19,6 +19,7 @@ SEQUENCES = Path("data/sequences")
 DISAGREEMENTS_PATH = SEQUENCES / "disagreements.jsonl"
 HIDDEN_STATES = Path("data/hidden_states")
 DRAFT = Path("models/draft")
+PROVENANCE = "provenance.json"  # of a draft, in its folder: what it was made from
 
 
 class Message(TypedDict):

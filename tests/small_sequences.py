@@ -14,7 +14,13 @@ LAYER_IDS = [0, 1, 2]
 SMALL: dict[str, dict[str, Any]] = {
     "verifier": {"max_model_len": 32, "dtype": "float32"},
     "extract": {"layer_ids": LAYER_IDS, "samples_per_shard": 4, "concurrency": 2, "timeout_s": 30},
-    "train": {"num_steps": 3, "max_tokens_per_batch": 128, "ttt_steps": 2, "dtype": "float32"},
+    "train": {
+        "num_steps": 3,
+        "checkpoint_steps": 2,
+        "max_tokens_per_batch": 128,
+        "ttt_steps": 2,
+        "dtype": "float32",
+    },
     "evaluate": {"max_draft_tokens": 3, "context_bins": [8, 12]},
     "benchmark": {"num_draft_tokens": 2, "max_tokens": 16},
     "generate": {"max_tokens": 16},

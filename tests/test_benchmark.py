@@ -1,5 +1,7 @@
 """The arithmetic of the report: ratios within a round, medians over rounds, vLLM's counters."""
 
+from pathlib import Path
+
 import pytest
 
 from pipeline.benchmark import (
@@ -7,15 +9,17 @@ from pipeline.benchmark import (
     acceptance_by_position,
     acceptance_length,
     benchmark_requests,
+    check_thinking,
     play,
     report_of,
     server_args,
     spec_decode_counters,
 )
 from pipeline.client import Request
-from pipeline.errors import ServerError
+from pipeline.errors import DataError, ServerError
 from pipeline.params import Benchmark, load_params
 from pipeline.progress import Bar
+from pipeline.resume import write_json
 from pipeline.server import Endpoint
 from tests.fake_server import MODEL, VERSION
 
@@ -198,3 +202,11 @@ def test_the_three_servers_differ_in_speculation_alone(settings):
     assert "--speculative-config" not in args["plain"]
     assert '"num_speculative_tokens":3' in args["ngram"][-1]
     assert '"num_speculative_tokens":3' in args["draft"][-1]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_draft_of_the_other_thinking_mode_is_not_judged(tmp_path: Path, trained: bool) -> None:
+    write_json(tmp_path / "provenance.json", {"thinking": trained})
+    check_thinking(tmp_path, trained)
+    with pytest.raises(DataError, match=f"generate.thinking: {trained}, to be served is"):
+        check_thinking(tmp_path, not trained)

@@ -10,14 +10,26 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline.evaluate import Answer, draft_runs, ngram_runs, report, save_runs, walk
+from pipeline.evaluate import (
+    Answer,
+    at_boundaries,
+    by_source,
+    draft_runs,
+    ngram_runs,
+    report,
+    save_runs,
+    walk,
+)
 from pipeline.resume import write_json
 
 HIDDEN = 4
 
 
-def answer(runs: list[int], start: int = 3, answer_start: int = 1000) -> Answer:
-    return Answer("q0_gen0", start, answer_start, np.array(runs, dtype=int))
+def answer(
+    runs: list[int], start: int = 3, answer_start: int = 1000, end: int = 2000, source: str = "x"
+) -> Answer:
+    places = (start, answer_start - 1, answer_start, end)
+    return Answer("q0_gen0", source, *places, np.array(runs, dtype=int))
 
 
 def advanced(runs: list[int], k: int) -> list[int]:
@@ -91,6 +103,29 @@ def test_the_report_adds_up() -> None:
     assert set(found["by_num_draft_tokens"]) == {"1", "2", "3"}
     # k = 1: 2, 1, 2, 1 and 1, 1 tokens.
     assert found["by_num_draft_tokens"]["1"]["steps"] == 6
+
+
+def test_boundary_tokens_are_counted_apart() -> None:
+    # Tokens 3…10 are generated: 5 is the think-end, 6…8 the answer, 9 its end, 10 beyond. A run
+    # belongs to the token before: that of 4 says if 5 was proposed.
+    found = at_boundaries([answer([0, 2, 1, 0, 1, 0, 3], answer_start=6, end=9)])
+    assert found["think_end"] == {"accepted": 1.0, "tokens": 1}  # the run of token 4
+    assert found["answer_begins"] == {"accepted": 0.5, "tokens": 4}  # of 5, 6, 7, 8
+    assert found["end_of_turn"] == {"accepted": 0.0, "tokens": 1}  # of 8
+
+
+def test_what_is_not_there_is_no_boundary() -> None:
+    """An answer cut in its reasoning, after token 5: all other places are the end."""
+    found = at_boundaries([Answer("q0_gen0", "x", 3, 6, 6, 6, np.array([1, 1]))])
+    assert found["think_end"] == {"accepted": None, "tokens": 0}
+
+
+def test_acceptance_is_told_by_source() -> None:
+    answers = [answer([1, 0], source="b"), answer([0, 0], source="a"), answer([2, 1], source="b")]
+    assert by_source(answers, 2) == {
+        "a": {"acceptance_length": 1.0, "steps": 2},
+        "b": {"acceptance_length": 2.0, "steps": 2},  # 2 and 2 tokens
+    }
 
 
 def test_no_answer_gives_null_not_nan(tmp_path: Path) -> None:

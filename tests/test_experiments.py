@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments import trial
-from experiments.top_k import cut
+from experiments.variant import cut
 
 
 def test_the_likeliest_tokens_keep_their_odds_and_the_others_have_none() -> None:

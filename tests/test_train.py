@@ -111,7 +111,8 @@ def test_training_makes_a_checkpoint_that_loads(project: Path, verifier: Qwen3Fo
     files = {path.name for path in Path("models/draft").iterdir()}
     assert {"config.json", "model.safetensors"} <= files
     assert not [name for name in files if name.endswith(".pt")]
-    assert {path.name for path in Path("models").iterdir()} == {"verifier", "draft"}
+    assert {path.name for path in Path("models").glob("[!.]*")} == {"verifier", "draft"}
+    assert not list(train.IN_PROGRESS.iterdir())
     for path in Path("models/draft").iterdir():
         assert str(project).encode() not in path.read_bytes()
     config = json.loads(Path("models/draft/config.json").read_text())
@@ -263,8 +264,7 @@ def test_the_loss_falls(project: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_stops_the_run() -> None:
-    curve = train.Curve()
-    curve.points.append((7, {"loss": float("nan")}))
+    curve = train.Curve([{"step": 7, "loss": float("nan")}])
     with pytest.raises(BadRun, match=r"loss is nan at step 7.*train.learning_rate"):
         curve.after_step(Bar("training", 10, "steps"))
 
@@ -304,3 +304,71 @@ def test_a_mapping_that_does_not_fit_is_an_error(
     np.save(project / f"data/sequences/{name}.npy", array)
     with pytest.raises(DataError, match="no mapping into the verifier's 64 ids"):
         load_vocabulary(project / "data/sequences", load_verifier())
+
+
+def test_a_weight_of_none_for_the_reasoning_is_training_on_the_answer(
+    project: Path, verifier: Qwen3ForCausalLM
+) -> None:
+    """The loss at a token is for the one behind it: the answer begins at 8."""
+
+    def trained(mask: list[int], weight: float) -> bytes:
+        write_params(project, train={"reasoning_weight": weight})
+        write_sequences(project, [sequence(i) | {"loss_mask": mask} for i in range(8)])
+        write_states(project, verifier)
+        train.main()
+        return Path("models/draft/model.safetensors").read_bytes()
+
+    whole, answer = [0] * 4 + [1] * 6, [0] * 7 + [1] * 3
+    assert trained(whole, 0.0) == trained(answer, 1.0)
+    assert trained(whole, 0.5) != trained(whole, 1.0)
+
+
+# Killed and resumed
+
+
+class Killed(BaseException):
+    """As if the process ended here."""
+
+
+def results() -> list[bytes]:
+    """Draft, report and curves."""
+    files = [Path("models/draft/model.safetensors"), *sorted(Path("reports").iterdir())]
+    return [path.read_bytes() for path in files]
+
+
+@pytest.mark.parametrize("kill_at", [1, 3, 4, 7, 8, 10])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(
+    project: Path,
+    verifier: Qwen3ForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+    kill_at: int,
+    dtype: str,
+) -> None:
+    """Two batches an epoch, a checkpoint every three steps: in the middle of epochs too."""
+    changes = {"num_steps": 10, "checkpoint_steps": 3, "dtype": dtype}
+    write_params(project, train=changes)
+    write_sequences(project, [sequence(i, num_tokens=30 + i % 3) for i in range(8)])
+    write_states(project, verifier)
+    train.main()
+    whole = results()
+
+    shutil.rmtree("models/draft")
+    after_step, steps = train.Curve.after_step, []
+
+    def kill(curve: train.Curve, bar: Bar) -> None:
+        after_step(curve, bar)
+        steps.append(curve.points[-1]["step"])
+        if len(steps) == kill_at:
+            raise Killed
+
+    monkeypatch.setattr(train.Curve, "after_step", kill)
+    with pytest.raises(Killed):
+        train.main()
+    assert not Path("models/draft").exists()
+    train.main()
+    assert results() == whole
+    # The step that was killed had ended; the next run began behind the last checkpoint.
+    done = kill_at - 1 - (kill_at - 1) % 3
+    assert steps == [*range(1, kill_at + 1), *range(done + 1, 11)]
+    assert not list(train.IN_PROGRESS.iterdir())

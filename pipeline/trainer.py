@@ -1,0 +1,162 @@
+"""speculators' trainer for a number of steps, on any device, and safe to kill.
+
+    trainer = DraftTrainer(checkpoints, …)       goes on where a killed run stopped
+    trainer.run(after_step)                      and ends with the best weights in the draft
+
+Every `checkpoint_steps` steps the draft is judged on the held-out sequences, and what training
+needs to go on is written to the folder of the run:
+
+    last.pt              weights, optimizers, schedulers, the place in the data, the curves; as
+                         trained, in float32
+    best.safetensors     the weights that accepted most so far
+
+Each appears whole or not at all. Nothing in a step is random but the order of the sequences, which
+follows from the seed and the epoch, so a run that was killed ends with the weights of one that was
+not: bit for bit, where the device computes the same twice.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from speculators.train.trainer import Trainer
+
+from pipeline.resume import atomic_path
+
+LOGGER = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The folder of one run: one of the same inputs goes on in it, others begin anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last, self._best = folder / "last.pt", folder / "best.safetensors"
+
+    def load(self) -> dict[str, Any] | None:
+        """The state that was saved last; None: there is none, or it cannot be read."""
+        if not self._last.exists():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(self._last, weights_only=True)
+        except Exception as error:  # torch.load raises what the damage happens to lead to
+            LOGGER.warning("%s cannot be read (%s): training starts anew", self._last, error)
+            return None
+        return state
+
+    def save(self, state: dict[str, Any]) -> None:
+        with atomic_path(self._last) as temp:
+            torch.save(state, temp)
+
+    def save_best(self, weights: dict[str, torch.Tensor]) -> None:
+        with atomic_path(self._best) as temp:
+            save_file(weights, temp)
+
+    def load_best(self) -> dict[str, torch.Tensor]:
+        return load_file(self._best)
+
+    def remove(self) -> None:
+        """And those of runs with other inputs, which nobody came back to."""
+        for folder in self._folder.parent.iterdir():
+            shutil.rmtree(folder)
+
+
+class DraftTrainer(Trainer):
+    """`held_out` has what was measured at each checkpoint: step and speculators' metrics.
+
+    Its own `run_training` is left alone: it counts epochs, chooses by loss, writes checkpoints in
+    half precision and not atomically, and takes SIGTERM for a wish to finish.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        checkpoints: Checkpoints,
+        checkpoint_steps: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._device = device
+        super().__init__(*args, **kwargs)
+        self._checkpoints, self._checkpoint_steps = checkpoints, checkpoint_steps
+        self._epoch_step = 0
+        self.held_out: list[dict[str, float]] = []
+        self.best_step = 0
+        self.train_curve: list[dict[str, float]] = []
+        """filled by whoever hears the steps; kept here, since a run that goes on needs it"""
+
+    def setup_trainer(self) -> None:
+        super().setup_trainer()
+        self.local_rank, self.device_type = self._device, self._device.type
+
+    def go_on(self) -> int:
+        """Load what a killed run left; returns the number of steps done."""
+        if (state := self._checkpoints.load()) is None:
+            return 0
+        self.model.load_state_dict(state["model"], strict=False)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        self.global_step, self.current_epoch = state["step"], state["epoch"]
+        self._epoch_step = self._resume_local_step = state["epoch_step"]
+        self.held_out, self.train_curve = state["held_out"], state["train_curve"]
+        self.best_step = state["best_step"]
+        return self.global_step
+
+    def run(self, after_step: Callable[[], None], before_save: Callable[[], None]) -> None:
+        """Train to the last step; the draft has the best weights then. What `before_save` raises
+        ends the run and is in no checkpoint."""
+        assert self.config.max_steps
+
+        def step() -> None:
+            self._epoch_step += 1
+            after_step()
+            is_last = self.global_step == self.config.max_steps
+            if is_last or self.global_step % self._checkpoint_steps == 0:
+                self._checkpoint(before_save)
+
+        while self.global_step < self.config.max_steps:
+            self.train_epoch(self.current_epoch, step_callback=step)
+            self.current_epoch += 1
+            self._epoch_step = 0
+        self.model.load_state_dict(self._checkpoints.load_best(), strict=False)
+
+    def _checkpoint(self, before_save: Callable[[], None]) -> None:
+        metrics = self.val_epoch(0)
+        self.model.train()
+        before_save()
+        point = {"step": self.global_step, "acceptance": expected_acceptance(metrics), **metrics}
+        weights = {
+            name: parameter.detach().cpu()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        if all(point["acceptance"] > earlier["acceptance"] for earlier in self.held_out):
+            self.best_step = self.global_step
+            self._checkpoints.save_best(weights)
+        self.held_out.append(point)
+        self._checkpoints.save(
+            {
+                "model": weights,
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+                "step": self.global_step,
+                "epoch": self.current_epoch,
+                "epoch_step": self._epoch_step,
+                "held_out": self.held_out,
+                "best_step": self.best_step,
+                "train_curve": self.train_curve,
+            }
+        )
+
+
+def expected_acceptance(metrics: dict[str, float]) -> float:
+    """Tokens a verification step would write, from held-out accuracies: speculators' `full_acc_k`
+    is how often draft tokens 1 … k + 1 are all right, and these are what a step keeps, besides the
+    verifier's own. Over all positions, not only those at which a server's steps begin."""
+    return 1 + sum(value for name, value in metrics.items() if name.startswith("full_acc_"))

@@ -11,8 +11,8 @@ PYTEST := .venv/bin/python -m pytest
 export DVC_NO_ANALYTICS    := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup repro verifier inspect parity verify-states \
-        test test-fast test-full perf lint format
+.PHONY: help setup repro verifier inspect parity states-server verify-states \
+        test test-fast test-full perf experiment-reasoning lint format
 
 help:
 	@awk '/^## / { about = substr($$0, 4); next } \
@@ -46,6 +46,10 @@ inspect: setup
 parity: setup
 	@.venv/bin/python -m pipeline.parity
 
+## Starts a vLLM that gives hidden states, for extract.endpoints (docs/hidden_states.md)
+states-server: setup
+	@.venv/bin/python -m pipeline.states_server
+
 ## Reads every shard of hidden states; removes what is damaged (docs/hidden_states.md)
 verify-states: setup
 	@.venv/bin/python -m pipeline.verify_states
@@ -71,6 +75,11 @@ perf: setup
 	.venv/bin/python -m perf.extraction
 	.venv/bin/python -m perf.states
 	.venv/bin/python -m perf.report
+
+## Trains drafts with and without reasoning in their data (docs/why_reasoning.md)
+experiment-reasoning: setup
+	.venv/bin/python -m experiments.reasoning
+	.venv/bin/python -m experiments.report
 
 ## Checks style (ruff) and types (mypy)
 lint: setup

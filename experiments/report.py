@@ -1,6 +1,6 @@
 """The tables of the docs from reports/experiments.csv.
 
-python -m experiments.report     # between the marks of docs/{why_reasoning,training,hidden_states}.md
+python -m experiments.report     # writes what stands between the marks of the pages
 """
 
 import pandas as pd
@@ -26,7 +26,11 @@ def table(rows: pd.DataFrame) -> str:
     order = sorted(arms, key=lambda arm: -arms[arm]["acceptance_length"].median())
     for arm in order:
         found = arms[arm]
-        cells = [arm, str(len(found)), f"{round(found['supervised_tokens'].median()):,}"]
+        cells: list[str] = [
+            str(arm),
+            str(len(found)),
+            f"{round(found['supervised_tokens'].median()):,}",
+        ]
         for column in COLUMNS:
             values = found[column]
             cells.append(f"{values.median():.3f} ({values.min():.3f} – {values.max():.3f})")

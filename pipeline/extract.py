@@ -192,7 +192,8 @@ def store(
     todo = plan(wanted, survey(HIDDEN_STATES))
     print(
         f"{len(sequences)} sequences in {len(wanted)} shards: {len(todo.kept)} are there, "
-        f"{len(todo.to_make)} to make, {len(todo.to_ask)} sequences to ask"
+        f"{len(todo.to_make)} to make, of {len(todo.to_ask)} sequences to ask and "
+        f"{todo.num_copied} to copy or round"
     )
     made: dict[str, ShardFile] = {}
     if todo.to_make:

@@ -229,6 +229,10 @@ class Plan:
         entries = self.to_make.values()
         return [r for entry in entries for r in entry.sequences if r.ids_sha256 not in self.known]
 
+    @property
+    def num_copied(self) -> int:
+        return sum(len(entry.sequences) for entry in self.to_make.values()) - len(self.to_ask)
+
 
 def plan(wanted: dict[str, ShardEntry], there: dict[str, ShardFile]) -> Plan:
     """Compare what is wanted (no rejections in it) with the sound shards that are there."""

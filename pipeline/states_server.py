@@ -1,5 +1,10 @@
 """A vLLM server that gives hidden states instead of answers.
 
+    make states-server       (python -m pipeline.states_server)
+
+starts one and says where it is, for another process or machine that shares the file system to name
+in extract.endpoints; `extract`, `train` and `evaluate` start their own where none is named.
+
 Its `extract_hidden_states` method treats the wanted layers as a draft model that proposes nothing,
 and a KV connector writes their states to a file per request, named in the answer.
 """
@@ -8,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +21,13 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import VerifierError
-from pipeline.params import Params, Verifier, endpoints_from
+from pipeline.errors import ServerStopped, VerifierError
+from pipeline.params import Params, Verifier, endpoints_from, load_params
+from pipeline.resume import one_writer
 from pipeline.room import require, staging_bytes
 from pipeline.server import Endpoint, meet_all, serve, speculative_args
-from pipeline.verifier import VerifierIdentity
+from pipeline.stage import run_stage
+from pipeline.verifier import VerifierIdentity, load_verifier
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,10 +49,16 @@ def states_endpoints(params: Params, verifier: VerifierIdentity) -> Iterator[lis
             _check_context(endpoint, params.verifier.max_model_len + 1)
         yield endpoints
         return
-    with _staging_folder(staging_bytes(params, verifier)) as staging:
+    with _own_server(params, verifier, "extract") as server:
+        yield [server]
+
+
+@contextmanager
+def _own_server(params: Params, verifier: VerifierIdentity, name: str) -> Iterator[Endpoint]:
+    with _staging_folder(staging_bytes(params, verifier), name) as staging:
         layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
-        with serve(_server(params.verifier), "extract", _server_args(layer_ids, staging)) as server:
-            yield [server]
+        with serve(_server(params.verifier), name, _server_args(layer_ids, staging)) as server:
+            yield server
 
 
 def request_body(input_ids: list[int]) -> dict[str, Any]:
@@ -113,19 +127,34 @@ def _connector() -> dict[str, str]:
 
 
 @contextmanager
-def _staging_folder(needed: int) -> Iterator[Path]:
+def _staging_folder(needed: int, server: str) -> Iterator[Path]:
     """In memory where there is room for as many bytes, else on disk. The name is the same for each
-    run in this folder, so that what a killed run left is removed by the next (the stage has one
-    writer). Raises UserError when there is no room anywhere."""
-    name = f"hidden-states-{os.getuid()}-{hashlib.sha256(os.getcwd().encode()).hexdigest()[:12]}"
+    run of `server` in this folder, so that what a killed run left is removed by the next (the stage
+    has one writer). Raises UserError when there is no room anywhere."""
+    here = hashlib.sha256(f"{os.getcwd()} {server}".encode()).hexdigest()[:12]
+    name, on_disk = f"hidden-states-{os.getuid()}-{here}", STAGING_ON_DISK / server
     # First what a killed run left: it may be what fills the room.
-    for left in (SHARED_MEMORY / name, STAGING_ON_DISK):
+    for left in (SHARED_MEMORY / name, on_disk):
         shutil.rmtree(left, ignore_errors=True)
     roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed
-    staging = SHARED_MEMORY / name if roomy else STAGING_ON_DISK.resolve()
+    staging = SHARED_MEMORY / name if roomy else on_disk.resolve()
     staging.mkdir(parents=True)
     try:
         require(staging, needed, "the requests in flight", "a smaller extract.concurrency")
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def main() -> None:
+    params, verifier = load_params(), load_verifier()
+    here = STAGING_ON_DISK / "states-server.one"  # for its lock: two would share one folder
+    with one_writer(here), _own_server(params, verifier, "states-server") as server:
+        print(f"extract.endpoints: [{server.base_url}]    (ends with Ctrl-C)", flush=True)
+        while not server.died:
+            time.sleep(1)
+        raise ServerStopped(server.last_words)
+
+
+if __name__ == "__main__":
+    run_stage("states_server", main)

@@ -144,12 +144,12 @@ def main() -> None:
             return
         copies = []
         for name, what in wrong.items():
-            print(f"{HIDDEN_STATES / name}: {what}; removed", file=sys.stderr)
+            print(f"{HIDDEN_STATES / name}: {what}", file=sys.stderr)
             copies.append(remove(HIDDEN_STATES / name, listed.get(name)))
     again = "`dvc repro extract` makes again what is missing, and only that"
     if all(copies):
         again = f"`dvc checkout {HIDDEN_STATES}` brings back what is missing from DVC's cache"
-    sys.exit(f"{len(wrong)} damaged: {again}")
+    sys.exit(f"{len(wrong)} damaged and removed: {again}")
 
 
 if __name__ == "__main__":

@@ -534,15 +534,15 @@ def test_the_staging_folder_of_a_killed_run_is_removed(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(states_server, "SHARED_MEMORY", tmp_path / "shm")
     Path("shm").mkdir()
-    with states_server._staging_folder(1000) as staging:
+    with states_server._staging_folder(1000, "extract") as staging:
         assert staging.parent == tmp_path / "shm"
-    for folder in (staging, Path("data/.staging")):
+    for folder in (staging, Path("data/.staging/extract")):
         folder.mkdir(parents=True)
         (folder / "left.safetensors").write_bytes(b"half a")
-    with states_server._staging_folder(1000) as again:
+    with states_server._staging_folder(1000, "extract") as again:
         assert again == staging
         assert list(staging.iterdir()) == []
-        assert not Path("data/.staging").exists()
+        assert not Path("data/.staging/extract").exists()
     assert not staging.exists()
 
 
@@ -555,12 +555,12 @@ def test_without_room_in_memory_the_staging_folder_is_on_disk(
     usage = shutil.disk_usage(tmp_path)
     in_memory = {tmp_path / "shm": usage._replace(free=999)}
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: in_memory.get(folder, usage))
-    with states_server._staging_folder(1000) as staging:
-        assert staging == tmp_path / "data/.staging"
+    with states_server._staging_folder(1000, "extract") as staging:
+        assert staging == tmp_path / "data/.staging/extract"
     usage = usage._replace(free=998)
     with (
         pytest.raises(UserError, match=r"requests in flight need .*smaller extract.concurrency"),
-        states_server._staging_folder(1000),
+        states_server._staging_folder(1000, "extract"),
     ):
         pass
     assert not staging.exists()

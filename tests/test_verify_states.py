@@ -74,7 +74,7 @@ def test_damage_is_named_and_only_it_is_removed(
     harm(BAD)
     with pytest.raises(SystemExit) as ended:
         verify_states.main()
-    assert "1 damaged: `dvc repro extract`" in str(ended.value)
+    assert "1 damaged and removed: `dvc repro extract`" in str(ended.value)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(f"{BAD}: ")

@@ -76,7 +76,7 @@ perf: setup
 	.venv/bin/python -m perf.states
 	.venv/bin/python -m perf.report
 
-## Trains drafts with and without reasoning in their data (docs/why_reasoning.md)
+## Trains drafts with and without reasoning in their data (reports/experiments.csv)
 experiment-reasoning: setup
 	.venv/bin/python -m experiments.reasoning
 	.venv/bin/python -m experiments.report

@@ -66,10 +66,13 @@ def main() -> None:
         page, text = ROOT / "docs" / name, table(rows)
         if experiment == "reasoning":
             text += "\n" + chart(rows)
-        before, found, rest = page.read_text(encoding="utf-8").partition(f"<!-- {experiment} -->\n")
+        mark = f"<!-- {experiment} -->\n"
+        if not page.exists() or mark not in page.read_text(encoding="utf-8"):
+            print(text)
+            continue
+        before, found, rest = page.read_text(encoding="utf-8").partition(mark)
         _, end, after = rest.partition("<!-- end -->")
-        assert found
-        assert end
+        assert end, page
         write_bytes(page, (before + found + text + end + after).encode())
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from experiments.trial import Arm, prepared, record, run_all, step, summary
+from experiments.trial import Arm, prepared, run_all, step, summary
 from perf.project import ROOT, scratch_project
 from pipeline.progress import waiting
 from pipeline.records import Split
@@ -69,7 +69,7 @@ def main() -> None:
             arms.append(
                 Arm(kind, {"train.max_tokens_per_batch": batch * BATCH_MULTIPLE}, folders[kind])
             )
-        rows = record("reasoning", run_all(arms, SEEDS, judged_on=folders["keep"]))
+        rows = run_all("reasoning", arms, SEEDS, judged_on=folders["keep"])
     print(summary(rows).to_string())
 
 

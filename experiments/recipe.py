@@ -8,7 +8,7 @@ AdamW, norms before the projection and behind the last layer). Each further arm 
 this project's recipe.
 """
 
-from experiments.trial import Arm, record, run_all, summary
+from experiments.trial import Arm, run_all, summary
 
 SEEDS = [0, 1, 2]
 STOCK_NORMS = {"norm_before_fc": True, "norm_output": True}
@@ -32,7 +32,7 @@ ARMS = [
 
 
 def main() -> None:
-    print(summary(record("recipe", run_all(ARMS, SEEDS))).to_string())
+    print(summary(run_all("recipe", ARMS, SEEDS)).to_string())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ likeliest tokens instead of the last layer's states; each on three seeds, same s
 
 from contextlib import ExitStack
 
-from experiments.trial import DATA, Arm, prepared, record, run_all, summary
+from experiments.trial import DATA, Arm, prepared, run_all, summary
 from pipeline.progress import waiting
 
 SEEDS = [0, 1, 2]
@@ -24,7 +24,7 @@ def main() -> None:
             with waiting(f"{dtype} states"):
                 data = stack.enter_context(prepared(DATA, changes, ["extract"]))
             arms.append(Arm(dtype, changes, data))
-        print(summary(record("states", run_all(arms, SEEDS))).to_string())
+        print(summary(run_all("states", arms, SEEDS)).to_string())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One draft of an experiment: trained and judged in a scratch project, and a row for it.
 
     arms = [Arm("small steps", {"train.muon_learning_rate": 0.0005})]
-    record("states", run_all(arms, seeds=[0, 1, 2]))          # reports/experiments.csv
+    rows = run_all("rates", arms, seeds=[0, 1, 2])            # in reports/experiments.csv
 
 A trial borrows the data of a finished project, this one if nothing else is said, changes nothing in
 it, trains and evaluates. `prepared` runs stages before that on copies. Trainings of a small draft
@@ -44,10 +44,11 @@ class Arm:
 
 
 def run_all(
-    arms: Sequence[Arm], seeds: Sequence[int], judged_on: Path = DATA
-) -> list[dict[str, Any]]:
-    """A row for each arm and seed; the held-out sequences and states of the folder `judged_on` are
-    what every draft is judged on. Raises UserError when a stage fails, with its last line."""
+    experiment: str, arms: Sequence[Arm], seeds: Sequence[int], judged_on: Path = DATA
+) -> pd.DataFrame:
+    """A row for each arm and seed, in the table as soon as it is there; the held-out sequences and
+    states of the folder `judged_on` are what every draft is judged on. Raises UserError when a stage
+    fails, with its last line."""
     jobs = [(arm, seed) for seed in seeds for arm in arms]
     with (
         progress_bar("experimenting", len(jobs), "drafts") as bar,
@@ -56,8 +57,9 @@ def run_all(
         rows = []
         for row in threads.map(lambda job: run(job[0], job[1], judged_on), jobs):
             rows.append(row)
+            record(experiment, row)
             bar.advance(note=f"{row['arm']} {row['acceptance_length']}")
-    return rows
+    return pd.DataFrame(rows)
 
 
 def run(arm: Arm, seed: int, judged_on: Path) -> dict[str, Any]:
@@ -119,16 +121,12 @@ def row_of(folder: Path, arm: Arm, seed: int) -> dict[str, Any]:
     }
 
 
-def record(experiment: str, rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Put the rows in the place of those of the same experiment; returns the rows."""
-    new = pd.DataFrame(rows)
-    new.insert(0, "experiment", experiment)
-    table = new
+def record(experiment: str, row: Mapping[str, Any]) -> None:
+    """Put a row into the table, in the place of an earlier one of the same arm and seed."""
+    table = pd.DataFrame([{"experiment": experiment, **row}])
     if TABLE.exists():
-        old = pd.read_csv(TABLE)
-        table = pd.concat([old[old["experiment"] != experiment], new])
+        table = pd.concat([pd.read_csv(TABLE), table]).drop_duplicates(KEY, keep="last")
     write_bytes(TABLE, table.sort_values(KEY).to_csv(index=False).encode())
-    return new
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:

@@ -19,16 +19,21 @@ def test_the_likeliest_tokens_keep_their_odds_and_the_others_have_none() -> None
     assert torch.equal(cut(logits, 4), logits)
 
 
-def test_a_new_run_replaces_its_own_rows_and_no_others(
+def test_a_draft_made_again_replaces_its_own_row_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "TABLE", tmp_path / "experiments.csv")
     one = {"arm": "b", "seed": 0, "acceptance_length": 2.0}
-    trial.record("states", [one, one | {"seed": 1}])
-    trial.record("reasoning", [one | {"arm": "keep", "acceptance_length": 3.5}])
-    trial.record("states", [one | {"arm": "a"}])
+    trial.record("states", one)
+    trial.record("states", one | {"seed": 1})
+    trial.record("reasoning", one | {"arm": "keep", "acceptance_length": 3.5})
+    trial.record("states", one | {"acceptance_length": 2.5})
     table = pd.read_csv(tmp_path / "experiments.csv")
-    assert table.to_numpy().tolist() == [["reasoning", "keep", 0, 3.5], ["states", "a", 0, 2.0]]
+    assert table.to_numpy().tolist() == [
+        ["reasoning", "keep", 0, 3.5],
+        ["states", "b", 0, 2.5],
+        ["states", "b", 1, 2.0],
+    ]
 
 
 def test_the_summary_has_median_and_spread_of_the_seeds() -> None:

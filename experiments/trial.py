@@ -46,7 +46,7 @@ class Arm:
 def run_all(
     experiment: str, arms: Sequence[Arm], seeds: Sequence[int], judged_on: Path = DATA
 ) -> pd.DataFrame:
-    """A row for each arm and seed, in the table as soon as it is there. Every draft is judged on the
+    """A row for each arm and seed, in the table as soon as it is there. All are judged on the
     held-out sequences and states of the folder `judged_on`. Raises UserError when a stage fails,
     with its last line."""
     jobs = [(arm, seed) for seed in seeds for arm in arms]

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from experiments.trial import Arm, prepared, run_all, step, summary
 from perf.project import ROOT, scratch_project
+from pipeline.devices import ATTENTION_BLOCK
+from pipeline.params import load_params
 from pipeline.progress import waiting
 from pipeline.records import Split
 from pipeline.sequences import SequenceWriter, load_split
@@ -24,7 +26,6 @@ SEEDS = [0, 1, 2]
 NUM_QUESTIONS = 3400  # of the 3,471 that there are
 SUPERVISED_TOKENS = 35_000  # as many as 3,200 answers without their reasoning have
 KINDS = ("keep", "drop", "empty")
-BATCH_MULTIPLE = 128
 
 
 @contextmanager
@@ -63,12 +64,11 @@ def main() -> None:
             num_tokens[kind] = cut(data / "sequences" / Split.TRAIN, SUPERVISED_TOKENS)
             with waiting(f"{kind}: hidden states"):
                 folders[kind] = stack.enter_context(prepared(data, changes, ["extract"]))
-        arms = []
+        arms, batch = [], load_params(ROOT / "params.yaml").train.max_tokens_per_batch
         for kind in KINDS:
-            batch = round(640 * num_tokens[kind] / num_tokens["keep"] / BATCH_MULTIPLE)
-            arms.append(
-                Arm(kind, {"train.max_tokens_per_batch": batch * BATCH_MULTIPLE}, folders[kind])
-            )
+            blocks = round(batch * num_tokens[kind] / num_tokens["keep"] / ATTENTION_BLOCK)
+            changes = {"train.max_tokens_per_batch": blocks * ATTENTION_BLOCK}
+            arms.append(Arm(kind, changes, folders[kind]))
         rows = run_all("reasoning", arms, SEEDS, judged_on=folders["keep"])
     print(summary(rows).to_string())
 

@@ -66,14 +66,14 @@ def main() -> None:
         page, text = ROOT / "docs" / name, table(rows)
         if experiment == "reasoning":
             text += "\n" + chart(rows)
-        mark = f"<!-- {experiment} -->\n"
-        if not page.exists() or mark not in page.read_text(encoding="utf-8"):
+        written = page.read_text(encoding="utf-8") if page.exists() else ""
+        before, mark, rest = written.partition(f"<!-- {experiment} -->\n")
+        if not mark:
             print(text)
             continue
-        before, found, rest = page.read_text(encoding="utf-8").partition(mark)
         _, end, after = rest.partition("<!-- end -->")
         assert end, page
-        write_bytes(page, (before + found + text + end + after).encode())
+        write_bytes(page, (before + mark + text + end + after).encode())
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ LOCK = Path("dvc.lock")
 MEGABYTE = 1_000_000
 PIECE = 8 * MEGABYTE
 HASH = "md5"  # DVC's
+# Raised by what is no lock (a merge conflict, say), or no list of files.
+NO_LOCK = (yaml.YAMLError, TypeError, AttributeError, ValueError)
 
 
 def damage(path: Path, listed: ShardFile, advance: Callable[[int], None]) -> str | None:
@@ -106,9 +108,7 @@ def copy_in_cache(path: Path) -> Path | None:
         recorded = next(out[HASH] for out in outs if out["path"] == path.parent.as_posix())
         files = json.loads(in_cache(cache, recorded).read_text(encoding="utf-8"))
         found = next(file[HASH] for file in files if file["relpath"] == path.name)
-    except (DvcException, OSError, KeyError, StopIteration, TypeError, AttributeError, ValueError):
-        return None  # what is no lock or no list of files, too
-    except yaml.YAMLError:  # a merge conflict
+    except (DvcException, OSError, KeyError, StopIteration, *NO_LOCK):
         return None
     copy = in_cache(cache, found)
     return copy if copy.exists() else None

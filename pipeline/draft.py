@@ -20,6 +20,7 @@ from pipeline.records import PROVENANCE
 from pipeline.resume import TEMP_SUFFIX, read_json, write_json
 from pipeline.verifier import SMALL_FILES, VerifierIdentity
 
+WEIGHTS = "model.safetensors"  # of a draft
 # Weights in other formats are neither fingerprinted nor loaded.
 VERIFIER_FILES = [*SMALL_FILES, "*.safetensors"]
 
@@ -45,13 +46,25 @@ def load_vocabulary(
         d2t, t2d = np.load(folder / "d2t.npy"), np.load(folder / "t2d.npy")
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: no d2t.npy and t2d.npy; `dvc repro` makes them") from error
+    _check_mapping(folder, d2t, t2d, verifier)
+    return torch.from_numpy(d2t), torch.from_numpy(t2d).bool()
+
+
+def _check_mapping(
+    folder: Path, d2t: np.ndarray, t2d: np.ndarray, verifier: VerifierIdentity
+) -> None:
     targets = np.arange(len(d2t)) + d2t
     if len(t2d) != verifier.vocab_size or not np.array_equal(targets, np.flatnonzero(t2d)):
         raise DataError(
-            f"{folder}: d2t.npy ({len(d2t)} ids) and t2d.npy ({int(t2d.sum())} of {len(t2d)}) are "
-            f"no mapping into the verifier's {verifier.vocab_size} ids; `dvc repro -f reassemble`"
+            f"{folder}: d2t ({len(d2t)} ids) and t2d ({int(t2d.sum())} of {len(t2d)}) are no "
+            f"mapping into the verifier's {verifier.vocab_size} ids; `dvc repro -f reassemble` "
+            "makes one, or name another train.init_from"
         )
-    return torch.from_numpy(d2t), torch.from_numpy(t2d).bool()
+    ends = {verifier.think_end_id, verifier.end_of_turn_id}
+    if lost := sorted(ends - set(targets.tolist())):
+        raise DataError(
+            f"{folder}: a draft of these ids can never propose {lost}, which end a phase"
+        )
 
 
 def new_draft(
@@ -91,8 +104,41 @@ def new_draft(
     return draft
 
 
+def trained_draft(
+    folder: Path, params: Params, verifier: VerifierIdentity, device: torch.device
+) -> Eagle3DraftModel:
+    """A draft to train further, in float32. Its vocabulary mapping is kept: its head has learnt
+    those ids, in that order.
+
+    Raises:
+        DataError: no draft, or one of another shape than params and verifier say.
+    """
+    draft = load_draft(folder, torch.float32, device)
+    check_layer_ids(folder, params.extract.layer_ids)
+    layers = draft.config.transformer_layer_config
+    shape = (layers.hidden_size, layers.num_hidden_layers)
+    if shape != (verifier.hidden_size, params.train.num_layers):
+        raise DataError(
+            f"{folder}: hidden size {shape[0]} and {shape[1]} layers; the verifier has "
+            f"{verifier.hidden_size}, train.num_layers is {params.train.num_layers}"
+        )
+    if draft.d2t is None:
+        raise DataError(
+            f"{folder} proposes all of the verifier's tokens: it has no mapping to keep"
+        )
+    _check_mapping(folder, draft.d2t.cpu().numpy(), draft.t2d.cpu().numpy(), verifier)
+    draft.config.speculators_config.verifier.name_or_path = verifier_folder(verifier)
+    draft.load_verifier_weights()
+    draft.config.speculators_config.verifier.name_or_path = verifier.model
+    return draft
+
+
 def save_draft(
-    draft: Eagle3DraftModel, folder: Path, dtype: torch.dtype, provenance: dict[str, Any]
+    draft: Eagle3DraftModel,
+    weights: dict[str, torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+    provenance: dict[str, Any],
 ) -> None:
     """A speculators checkpoint in `folder`, which is there whole or not at all; beside it, in
     provenance.json, what it was trained on."""
@@ -100,7 +146,7 @@ def save_draft(
     shutil.rmtree(unfinished, ignore_errors=True)
     state = {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in draft.state_dict().items()
+        for name, tensor in weights.items()
     }
     draft.save_pretrained(unfinished, state_dict=state)
     patch_config_dtype(unfinished / "config.json", dtype)
@@ -127,6 +173,11 @@ def check_layer_ids(folder: Path, layer_ids: list[int]) -> None:
         )
 
 
+def verifier_ids(draft: Eagle3DraftModel, draft_ids: torch.Tensor) -> torch.Tensor:
+    """The verifier's ids of ids of the draft."""
+    return draft_ids if draft.d2t is None else draft_ids + draft.d2t[draft_ids]
+
+
 def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> Eagle3DraftModel:
     """For evaluation, in the dtype it is served in.
 
@@ -137,7 +188,7 @@ def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> Eagle3
     """
     try:
         config = Eagle3DraftModel.config_class.from_pretrained(folder)
-        state = load_file(folder / "model.safetensors")
+        state = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError, ValueError) as error:
         raise DataError(f"{folder} is no draft ({error}); `dvc repro` makes it") from error
     config.transformer_layer_config._attn_implementation = attention(device)

@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
 from pipeline.devices import ATTENTION_BLOCK, training_device
-from pipeline.draft import check_layer_ids, load_draft
+from pipeline.draft import check_layer_ids, load_draft, verifier_ids
 from pipeline.errors import DataError
 from pipeline.loading import StatesDataset
 from pipeline.params import load_params
@@ -107,9 +107,7 @@ def draft_runs(
     num_runs = len(written_ids) - start - 1
     hits = np.zeros((num_runs, max_draft_tokens), dtype=bool)
     for step, draft_ids in enumerate(proposed):
-        ids = draft_ids[0]
-        if draft.d2t is not None:
-            ids = ids + draft.d2t[ids]
+        ids = verifier_ids(draft, draft_ids[0])
         # After token p the draft stands at j = p - 1; step s proposes x[p + 1 + s].
         written = written_ids[start + 1 + step :]
         hits[: len(written), step] = ids.cpu().numpy()[start - 1 :][: len(written)] == written

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ruamel.yaml import YAML, YAMLError
 
 from pipeline.errors import ParamsError
+from pipeline.records import DRAFT
 
 PARAMS_PATH = Path("params.yaml")
 
@@ -220,6 +221,9 @@ class Train(Section):
     """How the draft is trained."""
 
     seed: int
+    init_from: str | None
+    num_processes: Count
+    tensorboard: bool
     num_steps: Count
     checkpoint_steps: Count
     max_tokens_per_batch: Annotated[int, Field(ge=128, multiple_of=128)]
@@ -229,6 +233,12 @@ class Train(Section):
     reasoning_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     learning_rate: Positive
     muon_learning_rate: Positive
+
+    @model_validator(mode="after")
+    def _begins_elsewhere(self) -> "Train":
+        if self.init_from and Path(self.init_from).resolve() == DRAFT.resolve():
+            raise ValueError(f"init_from is {DRAFT}, which train replaces; copy it elsewhere first")
+        return self
 
 
 class Evaluate(Section):
@@ -253,6 +263,8 @@ class Benchmark(Section):
     num_prompts: Count
     concurrency: Annotated[list[Count], Field(min_length=1)]
     num_rounds: Annotated[int, Field(ge=2)]
+    temperatures: Annotated[list[Annotated[float, Field(ge=0, le=2)]], Field(min_length=1)]
+    both_thinking_modes: bool
     max_tokens: Count
     side_by_side: bool
 
@@ -263,6 +275,17 @@ class Benchmark(Section):
                 f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max "
                 f"{self.prompt_lookup_max}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_compared_comes_first(self) -> "Benchmark":
+        for key, first, why in (
+            ("concurrency", 1, "acceptance is taken one request at a time"),
+            ("temperatures", 0.0, "identical outputs are expected of greedy decoding alone"),
+        ):
+            values = getattr(self, key)
+            if values[0] != first or sorted(set(values)) != values:
+                raise ValueError(f"{key} must begin with {first} and ascend ({why}), not {values}")
         return self
 
 
@@ -300,6 +323,23 @@ class Params(Section):
                     f"{key} is {max_tokens}, which leaves no room for the question in "
                     f"verifier.max_model_len {self.verifier.max_model_len}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _a_second_thinking_mode_has_a_switch(self) -> "Params":
+        if self.benchmark.both_thinking_modes and self.generate.thinking_switch is None:
+            raise ValueError(
+                "benchmark.both_thinking_modes must be false where generate.thinking_switch is null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _processes_read_what_is_stored(self) -> "Params":
+        if self.train.num_processes > 1 and self.extract.mode != "stored":
+            raise ValueError(
+                f"train.num_processes is {self.train.num_processes}, which needs extract.mode: "
+                "stored; a server of hidden states answers one process"
+            )
         return self
 
 

@@ -85,7 +85,7 @@ def main() -> None:
         "held_out": len(held_out),
         **tally.metrics(),
         "held_out_vocabulary": coverage(held_out, t2d),
-        "vocabulary_sha256": vocabulary_sha256(SEQUENCES),
+        "vocabulary_sha256": vocabulary_sha256(d2t),
         "text_agreement": agreements,
     }
     write_json(METRICS_PATH, metrics)

@@ -1,7 +1,9 @@
 """speculators' trainer for a number of steps, on any device, and safe to kill.
 
-    trainer = DraftTrainer(checkpoints, …)       goes on where a killed run stopped
-    trainer.run(after_step)                      and ends with the best weights in the draft
+    trainer = DraftTrainer(device, Checkpoints(folder), checkpoint_steps, draft, config, loaders…)
+    trainer.go_on()                        where a killed run stopped
+    trainer.run(after_step, before_save)   ends with the best weights in the draft
+    trainer.weights()                      whole and on the CPU, however many processes trained
 
 Every `checkpoint_steps` steps the draft is judged on the held-out sequences, and what training
 needs to go on is written to the folder of the run:
@@ -24,9 +26,21 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.train.trainer import Trainer
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from pipeline.resume import atomic_path
 
+# All of a state on the first process's CPU, and each process's part of it back: the same calls for
+# one process and for shards on many.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+PARTS = StateDictOptions(full_state_dict=True, strict=False)
 LOGGER = logging.getLogger(__name__)
 
 
@@ -56,7 +70,7 @@ class Checkpoints:
         with atomic_path(self._best) as temp:
             save_file(weights, temp)
 
-    def load_best(self) -> dict[str, torch.Tensor]:
+    def load_best(self) -> dict[str, Any]:
         return load_file(self._best)
 
     def remove(self) -> None:
@@ -66,7 +80,7 @@ class Checkpoints:
 
 
 class DraftTrainer(Trainer):
-    """`held_out` has what was measured at each checkpoint: step and speculators' metrics.
+    """`held_out` has what was measured at each checkpoint: step, acceptance and metrics.
 
     Its own `run_training` is left alone: it counts epochs, chooses by loss, writes checkpoints in
     half precision and not atomically, and takes SIGTERM for a wish to finish.
@@ -85,7 +99,8 @@ class DraftTrainer(Trainer):
         self._checkpoints, self._checkpoint_steps = checkpoints, checkpoint_steps
         self._epoch_step = 0
         self.held_out: list[dict[str, float]] = []
-        self.best_step = 0
+        self.best: dict[str, float] = {"acceptance": 0.0}
+        """of `held_out`, the one whose weights the draft has in the end"""
         self.train_curve: list[dict[str, float]] = []
         """filled by whoever hears the steps; kept here, since a run that goes on needs it"""
 
@@ -97,15 +112,15 @@ class DraftTrainer(Trainer):
         """Load what a killed run left; returns the number of steps done."""
         if (state := self._checkpoints.load()) is None:
             return 0
-        self.model.load_state_dict(state["model"], strict=False)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        # First: where an optimizer has no state yet, torch takes a step of size zero to make one.
+        set_optimizer_state_dict(self.model, self.optimizers, state["optimizers"], options=PARTS)
+        set_model_state_dict(self.model, state["model"], options=PARTS)
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self.global_step, self.current_epoch = state["step"], state["epoch"]
         self._epoch_step = self._resume_local_step = state["epoch_step"]
         self.held_out, self.train_curve = state["held_out"], state["train_curve"]
-        self.best_step = state["best_step"]
+        self.best = state["best"]
         return self.global_step
 
     def run(self, after_step: Callable[[], None], before_save: Callable[[], None]) -> None:
@@ -124,39 +139,48 @@ class DraftTrainer(Trainer):
             self.train_epoch(self.current_epoch, step_callback=step)
             self.current_epoch += 1
             self._epoch_step = 0
-        self.model.load_state_dict(self._checkpoints.load_best(), strict=False)
+        set_model_state_dict(self.model, self._checkpoints.load_best(), options=PARTS)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Those of the draft, frozen ones too; in the first process, empty in the others."""
+        weights: dict[str, Any] = get_model_state_dict(self.model, options=WHOLE)
+        return weights
 
     def _checkpoint(self, before_save: Callable[[], None]) -> None:
         metrics = self.val_epoch(0)
         self.model.train()
         before_save()
         point = {"step": self.global_step, "acceptance": expected_acceptance(metrics), **metrics}
-        weights = {
-            name: parameter.detach().cpu()
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
-        if all(point["acceptance"] > earlier["acceptance"] for earlier in self.held_out):
-            self.best_step = self.global_step
-            self._checkpoints.save_best(weights)
         self.held_out.append(point)
-        self._checkpoints.save(
-            {
-                "model": weights,
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-                "step": self.global_step,
-                "epoch": self.current_epoch,
-                "epoch_step": self._epoch_step,
-                "held_out": self.held_out,
-                "best_step": self.best_step,
-                "train_curve": self.train_curve,
-            }
-        )
+        # Gathered by all processes, written by the first.
+        trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
+        weights = {name: one for name, one in self.weights().items() if name in trained}
+        optimizers = get_optimizer_state_dict(self.model, self.optimizers, options=WHOLE)
+        is_best = point["acceptance"] > self.best["acceptance"]
+        if is_best:
+            self.best = point
+        if self.rank == 0:
+            if is_best:
+                self._checkpoints.save_best(weights)
+            self._checkpoints.save(
+                {
+                    "model": weights,
+                    "optimizers": optimizers,
+                    "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+                    "step": self.global_step,
+                    "epoch": self.current_epoch,
+                    "epoch_step": self._epoch_step,
+                    "held_out": self.held_out,
+                    "best": self.best,
+                    "train_curve": self.train_curve,
+                }
+            )
+        if self.is_distributed:
+            distributed.barrier()  # no process reads what the first one is still writing
 
 
 def expected_acceptance(metrics: dict[str, float]) -> float:
-    """Tokens a verification step would write, from held-out accuracies: speculators' `full_acc_k`
-    is how often draft tokens 1 … k + 1 are all right, and these are what a step keeps, besides the
-    verifier's own. Over all positions, not only those at which a server's steps begin."""
-    return 1 + sum(value for name, value in metrics.items() if name.startswith("full_acc_"))
+    """Tokens that a verification step would write if steps began at every token of the answers,
+    not only where a server's begin: its own, and draft token k where all up to it are right (see
+    pipeline.phases)."""
+    return 1 + sum(value for name, value in metrics.items() if name.startswith("all_acc_"))

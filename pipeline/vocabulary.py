@@ -7,7 +7,9 @@ The most frequent tokens of what is learnt in the training set, and always those
 turn: think-start, think-end, the ends of a turn and BOS. The mapping itself is speculators'.
 """
 
+import hashlib
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,6 @@ from datasets import Dataset
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
 from pipeline.errors import ParamsError
-from pipeline.resume import file_sha256
 from pipeline.verifier import VerifierIdentity
 
 PHASES = ("reasoning", "answer", "end")
@@ -89,9 +90,11 @@ def save_vocabulary(folder: Path, d2t: np.ndarray, t2d: np.ndarray) -> None:
     np.save(folder / "t2d.npy", t2d)
 
 
-def vocabulary_sha256(folder: Path) -> str:
-    """The mapping's identity: d2t alone determines it."""
-    return file_sha256(folder / "d2t.npy")
+def vocabulary_sha256(d2t: np.ndarray) -> str:
+    """The mapping's identity, which d2t alone determines: the checksum of d2t.npy."""
+    file = BytesIO()
+    np.save(file, d2t)
+    return hashlib.sha256(file.getvalue()).hexdigest()
 
 
 def _phases(sequences: Dataset) -> Iterator[tuple[np.ndarray, list[tuple[int, int]]]]:

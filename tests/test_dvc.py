@@ -15,7 +15,7 @@ PARAMS: dict[str, Any] = yaml.safe_load((ROOT / "params.yaml").read_text())
 # What they say or show cannot change a stage's output.
 NEUTRAL = {"diagnosis", "errors", "live", "progress", "stage"}
 # Where an answer was computed does not change it.
-UNTRACKED = {"generate.endpoints", "extract.endpoints"}
+UNTRACKED = {"generate.endpoints", "extract.endpoints", "train.tensorboard"}
 
 
 def imported(module: str) -> set[str]:

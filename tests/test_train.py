@@ -3,29 +3,36 @@
 import hashlib
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed.run import config_from_args, parse_args
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline import train
 from pipeline.draft import load_draft, load_vocabulary, verifier_folder
-from pipeline.errors import BadRun, DataError
+from pipeline.errors import BadRun, DataError, ParamsError
 from pipeline.evaluate import main as evaluate
 from pipeline.extract import load_sequences, wanted_shards
 from pipeline.manifest import MANIFEST, Manifest, StatesRejection, describe
 from pipeline.params import load_params
 from pipeline.progress import Bar
 from pipeline.records import HIDDEN_STATES, SEQUENCES, Split
-from pipeline.resume import write_json
+from pipeline.resume import file_sha256, write_json
 from pipeline.shards import HiddenStates, ShardWriter, States
 from pipeline.verifier import load_verifier
 from tests.small_sequences import (
@@ -33,6 +40,7 @@ from tests.small_sequences import (
     HIDDEN_SIZE,
     LAYER_IDS,
     NUM_LAYERS,
+    ROOT,
     VOCAB_SIZE,
     sequence,
     write_params,
@@ -134,7 +142,7 @@ def test_training_makes_a_checkpoint_that_loads(project: Path, verifier: Qwen3Fo
     assert (found["held_out"]["sequences"], found["held_out"]["supervised_tokens"]) == (2, 13)
     assert (found["steps"], found["sequences_cut"]) == (3, 0)
     curve = Path("reports/train_curve.csv").read_text().splitlines()
-    assert curve[0] == "step,loss,accuracy_1,accuracy_2"
+    assert curve[0].startswith("step,loss,accuracy_1,accuracy_2,reasoning_loss_1,")
     assert [line.split(",")[0] for line in curve[1:]] == ["1", "2", "3"]
 
     evaluate()
@@ -161,6 +169,158 @@ def test_the_checkpoint_says_what_it_was_trained_on(
     write_states(project, verifier)
     found = provenance()
     assert (found["ablation"], found["rebuilt_sequences"]) == (["reasoning_dropped"], 6)
+
+
+def test_the_curves_tell_the_phases_apart(project: Path, verifier: Qwen3ForCausalLM) -> None:
+    """Without a reasoning there is nothing to say about it."""
+    train.main()
+    for file in (train.CURVE, train.HELD_OUT_CURVE):
+        table = pd.read_csv(file)
+        for phase in ("reasoning", "answer"):
+            assert table[[f"{phase}_loss_1", f"{phase}_loss_2"]].gt(0).all(axis=None)
+            assert table[[f"{phase}_accuracy_1", f"{phase}_accuracy_2"]].notna().all(axis=None)
+    assert set(metrics()["held_out"]["by_phase"]) == {"reasoning", "answer"}
+
+    write_sequences(project, [sequence(i) | {"answer_start": 4} for i in range(8)])
+    write_states(project, verifier)
+    train.main()
+    for file in (train.CURVE, train.HELD_OUT_CURVE):
+        table = pd.read_csv(file)
+        assert table.filter(like="reasoning_").isna().all(axis=None)
+        # All losses of a batch with one phase are of that phase.
+        sums = table["answer_loss_1"] + table["answer_loss_2"]
+        assert sums.tolist() == pytest.approx(table["loss"].tolist(), abs=2e-3)
+    assert set(metrics()["held_out"]["by_phase"]) == {"answer"}
+
+
+def test_tensorboard_gets_the_metrics_on_request(project: Path) -> None:
+    train.main()
+    assert not Path("logs/tensorboard").exists()
+    write_params(project, train={"tensorboard": True})
+    train.main()
+    [run] = Path("logs/tensorboard").iterdir()
+    events = EventAccumulator(str(run)).Reload()
+    assert [point.step for point in events.Scalars("train/loss")] == [0, 1, 2]
+    assert {"val/all_acc_0_epoch", "train/reasoning_loss_1"} <= set(events.Tags()["scalars"])
+
+
+def test_a_question_that_is_held_out_and_trained_on_stops_the_run(
+    project: Path, verifier: Qwen3ForCausalLM
+) -> None:
+    """By the tokens that were asked, whatever was answered."""
+    rows = [sequence(i) for i in range(8)]
+    rows[5]["input_ids"] = [*rows[1]["input_ids"][:4], *rows[5]["input_ids"][4:]]
+    write_sequences(project, rows)
+    write_states(project, verifier)
+    with pytest.raises(DataError, match="1 questions are in .*train and in .*held_out"):
+        train.main()
+
+
+# A draft to go on with
+
+
+def first_draft(project: Path) -> Path:
+    train.main()
+    return Path(shutil.copytree("models/draft", project / "first"))
+
+
+def test_training_goes_on_from_a_draft_and_keeps_its_vocabulary(
+    project: Path, verifier: Qwen3ForCausalLM
+) -> None:
+    """The data ask for other ids by now."""
+    folder = first_draft(project)
+    ids = np.array([0, *range(2, 16), 20])
+    np.save("data/sequences/d2t.npy", ids - np.arange(16))
+    np.save("data/sequences/t2d.npy", np.isin(np.arange(VOCAB_SIZE), ids))
+    tiny = {"learning_rate": 1e-9, "muon_learning_rate": 1e-9, "num_steps": 1}
+    write_params(project, train={"init_from": "first", **tiny})
+    train.main()
+    first, second = (load_draft(f, torch.float32, CPU) for f in (folder, Path("models/draft")))
+    for name, weights in first.state_dict().items():
+        if not name.startswith("verifier_"):  # not saved
+            assert torch.allclose(weights, second.state_dict()[name], atol=1e-6), name
+    found = json.loads(Path("models/draft/provenance.json").read_text())
+    assert found["init_from_sha256"] == file_sha256(folder / "model.safetensors")
+    old = json.loads((folder / "provenance.json").read_text())
+    assert found["vocabulary_sha256"] == old["vocabulary_sha256"]
+    assert metrics()["vocabulary_coverage"] == 1.0
+    config = json.loads(Path("models/draft/config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "models/verifier"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"train": {"init_from": "nowhere"}}, "nowhere is no draft"),
+        ({"train": {"init_from": "first", "num_layers": 2}}, "1 layers; .*train.num_layers is 2"),
+    ],
+)
+def test_a_draft_of_another_shape_is_an_error(
+    project: Path, changes: dict[str, Any], problem: str
+) -> None:
+    first_draft(project)
+    write_params(project, **changes)
+    with pytest.raises(DataError, match=problem):
+        train.main()
+
+
+def test_a_draft_that_could_never_end_the_thinking_is_an_error(project: Path) -> None:
+    first_draft(project)
+    write_params(project, train={"init_from": "first"})
+    write_verifier(project, weights=[], think_end_id=40)
+    with pytest.raises(DataError, match=r"first: .* can never propose \[40\]"):
+        train.main()
+
+
+# Many processes
+
+
+def test_torchrun_runs_this_module_once_for_each_gpu() -> None:
+    """Read by torchrun's own parser."""
+    command = train.torchrun_command(8)
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    config, script, arguments = config_from_args(parse_args(command[3:]))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 1, 8)
+    assert arguments[-2:] == ["-m", "pipeline.train"]
+    assert script == sys.executable
+
+
+def test_more_processes_than_gpus_are_an_error(project: Path) -> None:
+    write_params(project, train={"num_processes": 8})
+    with pytest.raises(ParamsError, match="num_processes is 8, but this machine has 0 GPUs"):
+        train.main()
+
+
+def test_two_processes_train_one_draft_and_go_on_after_a_kill(
+    project: Path, verifier: Qwen3ForCausalLM
+) -> None:
+    """By torchrun and FSDP, sharded over two processes, though on a CPU."""
+    rows = [sequence(i, num_tokens=60 + i % 3) for i in range(10)]
+    write_sequences(project, rows)
+    write_states(project, verifier)
+    write_params(project, train={"num_processes": 2, "num_steps": 6, "checkpoint_steps": 2})
+
+    def trained(*, dies_at: int = 0) -> subprocess.CompletedProcess[str]:
+        command = train.torchrun_command(2)
+        command[command.index("pipeline.train")] = "tests.cpu_processes"
+        env = {**os.environ, "DIES_AT": str(dies_at), "PYTHONPATH": str(ROOT)}
+        env["OMP_NUM_THREADS"] = "1"
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+    done = trained()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the best was step") == 1
+    whole = results()
+    weights = load_file("models/draft/model.safetensors")
+    embeddings = verifier.model.embed_tokens.weight
+    assert torch.equal(weights["embed_tokens.weight"], embeddings)
+    table = pd.read_csv(train.CURVE)
+    assert table["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    shutil.rmtree("models/draft")
+    assert trained(dies_at=3).returncode != 0
+    assert not Path("models/draft").exists()
+    assert trained().returncode == 0
+    assert results() == whole
 
 
 def test_acceptance_is_that_of_all_generated_tokens_whatever_is_learnt(

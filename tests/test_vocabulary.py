@@ -215,7 +215,7 @@ def saved(folder: Path, frequency: dict[int, int], num: int = 5, **changes: Any)
     folder.mkdir(exist_ok=True)
     d2t, t2d, _ = mapping(frequency, num, **changes)
     save_vocabulary(folder, d2t, t2d)
-    return vocabulary_sha256(folder)
+    return vocabulary_sha256(d2t)
 
 
 def test_what_is_saved_is_loaded(tmp_path):

@@ -4,8 +4,7 @@
     rows = run_all("rates", arms, seeds=[0, 1, 2])            # in reports/experiments.csv
 
 A trial borrows the data of a finished project, this one if nothing else is said, changes nothing in
-it, trains and evaluates. `prepared` runs stages before that on copies. Trainings of a small draft
-use one core each, so several run side by side.
+it, trains and evaluates. `prepared` runs stages before that on copies.
 """
 
 import json
@@ -64,9 +63,9 @@ def run_all(
 
 def run(arm: Arm, seed: int, judged_on: Path) -> dict[str, Any]:
     with scratch_project({**arm.changes, "train.seed": seed}) as project:
-        borrow(project.folder, arm.data)
+        project.borrow(arm.data)
         step(project, "experiments.variant", json.dumps(arm.variant))
-        borrow(project.folder, judged_on)
+        project.borrow(judged_on)
         step(project, "pipeline.evaluate")
         return row_of(project.folder, arm, seed)
 
@@ -81,22 +80,11 @@ def prepared(source: Path, changes: Mapping[str, Any], stages: Sequence[str]) ->
         yield project.folder / "data"
 
 
-def borrow(folder: Path, data: Path) -> None:
-    """Links to all in a data folder, in place of those to another."""
-    (folder / "data").mkdir(exist_ok=True)
-    for name in ("verifier.json", "sequences", "hidden_states"):
-        if not (data / name).exists():
-            raise UserError(f"{data / name} is not there: `make repro` first")
-        link = folder / "data" / name
-        link.unlink(missing_ok=True)
-        link.symlink_to(data / name)
-
-
 def step(project: Project, *module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *module],
         cwd=project.folder,
-        env=project.env(),
+        env=project.env(OMP_NUM_THREADS="1"),  # as many run at once as there are cores
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

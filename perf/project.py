@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from pipeline.errors import UserError
 from pipeline.params import load_params
 from pipeline.resume import read_jsonl
 
@@ -48,6 +49,17 @@ class Project:
         (self.folder / "data/raw").symlink_to(raw)
         for stage in ("identify", "prompts"):
             subprocess.run(self.stage(stage), cwd=self.folder, env=self.env(), check=True)
+
+    def borrow(self, data: Path) -> None:
+        """Links to what a finished run has in its data folder, in place of those to another.
+        Raises UserError when it has none."""
+        (self.folder / "data").mkdir(exist_ok=True)
+        for name in ("verifier.json", "sequences", "hidden_states"):
+            if not (data / name).exists():
+                raise UserError(f"{data / name} is not there: `make repro` first")
+            link = self.folder / "data" / name
+            link.unlink(missing_ok=True)
+            link.symlink_to(data / name)
 
     @property
     def questions(self) -> list[dict[str, Any]]:

@@ -34,13 +34,12 @@ from pipeline.progress import Bar, progress_bar
 from pipeline.room import num_bytes, require, told_plainly
 from pipeline.server import Endpoint
 from pipeline.shards import Shard, ShardWriter
-from pipeline.staging import Rejected, pack, take
+from pipeline.staging import MAX_FAILED_FRACTION, Rejected, pack, take
 from pipeline.states_server import request_body
 from pipeline.verifier import VerifierIdentity
 
 MAX_SHARDS = 2  # in memory: one is filled, one is written
 MAX_REJECTED_AT_FIRST = 20  # before any states came: it is the server
-MAX_FAILED_FRACTION = 0.01  # timed out or failed, of those asked: more of them fail the stage
 # Not worth a second try at once: the answer would be the same, or cost as long again.
 FINAL = frozenset({StatesRejection.REFUSED, StatesRejection.TIMED_OUT})
 

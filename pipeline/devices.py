@@ -4,9 +4,9 @@ speculators is written for accelerators; on a CPU a few of its look-ups have no 
 else runs the same code on both. (For vLLM on a CPU see pipeline.cpu_connector.)
 """
 
-import os
-
 import torch
+
+from pipeline.packed_attention import NAME as PACKED_ATTENTION
 
 # Tokens of a block of flex attention. speculators' masks fit lengths that are a multiple.
 ATTENTION_BLOCK = 128
@@ -17,10 +17,6 @@ def training_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         return accelerator
-    if "OMP_NUM_THREADS" not in os.environ:
-        # The small models that a CPU can train gain nothing from a second thread and lose a lot
-        # when the threads spin on a busy machine; and one thread sums in one order.
-        torch.set_num_threads(1)
     torch.accelerator.synchronize = _nothing_to_wait_for
     return torch.device("cpu")
 
@@ -31,7 +27,7 @@ def _nothing_to_wait_for(device: torch.types.Device = None) -> None:
 
 def attention(device: torch.device) -> str:
     """speculators' `draft_attn_impl`: flex attention needs compiled kernels."""
-    return "eager" if device.type == "cpu" else "simple_flex_attention"
+    return PACKED_ATTENTION if device.type == "cpu" else "simple_flex_attention"
 
 
 def losses(device: torch.device) -> str:

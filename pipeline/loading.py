@@ -24,12 +24,11 @@ from speculators.train.recovery import SampleUnavailable
 from pipeline.errors import DataError, ServerError
 from pipeline.server import api_key
 from pipeline.shards import HiddenStates, ShardTransfer, padded_last
-from pipeline.staging import Rejected
+from pipeline.staging import MAX_FAILED_FRACTION, Rejected
 from pipeline.streaming import StreamedStates
 
 COLUMNS = ["input_ids", "loss_mask"]
 MAX_IN_A_ROW = 20  # sequences without states: then it is the server
-MAX_FAILED_FRACTION = 0.01  # timed out or failed when last asked: more of them fail the stage
 LOGGER = logging.getLogger(__name__)
 
 

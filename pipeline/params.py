@@ -229,6 +229,7 @@ class Train(Section):
     max_tokens_per_batch: Annotated[int, Field(ge=128, multiple_of=128)]
     dtype: Literal["float32", "bfloat16"]
     ttt_steps: Count
+    ttt_step_loss_decay: Annotated[float, Field(gt=0, le=1)]
     num_layers: Count
     reasoning_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     learning_rate: Positive

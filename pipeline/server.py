@@ -31,6 +31,7 @@ from pipeline.progress import waiting
 from pipeline.records import DRAFT
 from pipeline.stage import LOGS, end_with_parent
 
+ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 3600  # a trillion parameters take a while to load
 STOP_TIMEOUT_S = 30
@@ -186,7 +187,10 @@ def _watcher(process_group: int) -> Iterator[None]:
 
 def _server_environment(verifier: Verifier) -> dict[str, str]:
     env = {**os.environ, **QUIET_ENV, "VLLM_CACHE_ROOT": str(Path(".cache/vllm").resolve())}
+    # For what vLLM loads of ours by name: the `vllm` command does not look into the present folder.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env.pop("VLLM_API_KEY", None)  # our own server on loopback asks for no key
+    env.pop("GOMP_SPINCOUNT", None)  # of our own threads (pipeline/__init__.py)
     if Path(verifier.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return {**env, **verifier.server_env}

@@ -18,6 +18,7 @@ from pipeline.manifest import StatesRejection
 from pipeline.shards import ShardWriter, States
 
 POLL_S = 0.005
+MAX_FAILED_FRACTION = 0.01  # timed out or failed, of those asked: more of them fail a stage
 SERVED = frozenset({torch.float32, torch.bfloat16, torch.float16})  # verifier.dtype
 
 

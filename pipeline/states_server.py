@@ -29,7 +29,6 @@ from pipeline.server import Endpoint, meet_all, serve, speculative_args
 from pipeline.stage import run_stage
 from pipeline.verifier import VerifierIdentity, load_verifier
 
-ROOT = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = Path("/dev/shm")
 STAGING_ON_DISK = Path("data/.staging")
 
@@ -83,12 +82,7 @@ def _server(verifier: Verifier) -> Verifier:
     token is thrown away and never fed back, so no position beyond the model's own is used, and
     vLLM's refusal to serve more than max_position_embeddings can be overruled.
     """
-    env = {
-        **verifier.server_env,
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-        # For `pipeline.cpu_connector`: the `vllm` command does not look into the present folder.
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
+    env = {**verifier.server_env, "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     return verifier.model_copy(
         update={"max_model_len": verifier.max_model_len + 1, "server_env": env}
     )

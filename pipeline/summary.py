@@ -34,6 +34,8 @@ def main() -> None:
     out = Console()
     out.print(rows_table(reports))
     out.print(draft_table(reports))
+    if len(reports["benchmark"]["by_mode"]) > 1:
+        out.print(modes_table(reports["benchmark"]))
     command = serve_command(
         params.verifier, speculative_args(draft_config(params.benchmark.num_draft_tokens))
     )
@@ -80,7 +82,6 @@ def draft_table(reports: dict[str, Any]) -> Table:
     """No speculation, n-gram and draft side by side, as vLLM served them."""
     served = reports["benchmark"]
     table = Table("", "accepted", "by position", "tokens/s", "speed", "as plain", box=SIMPLE)
-    first = next(iter(served["tokens_per_s"]["plain"]))
     for name, label in (("plain", "no speculation"), ("ngram", "n-gram"), ("draft", "draft")):
         length = served["acceptance_length"].get(name)
         positions = served["acceptance_by_position"].get(name, {})
@@ -89,20 +90,42 @@ def draft_table(reports: dict[str, Any]) -> Table:
             label,
             f"{length:.2f}" if length else "1.00",
             " ".join(f"{share:.2f}" for share in positions.values()),
-            f"{served['tokens_per_s'][name][first]:.0f}",
+            f"{served['tokens_per_s'][name]['1']:.0f}",
             f"x {served['speedup'].get(name, 1.0):.2f}",
             f"{served[same.get(name, 'lossless_fraction')]:.0%}",
         )
     table.title = (
         f"What the draft is worth (greedy, {served['num_draft_tokens']} draft tokens, "
-        f"{first} request{'s' if first != '1' else ''} at a time)"
+        "1 request at a time)"
     )
     table.caption = (
         "accepted: tokens a drafted step; as plain: identical outputs\n"
+        f"no speculation again: x {served['noise']['min']:.2f} to {served['noise']['max']:.2f}; "
+        f"not counted: {in_words(served['rejected'])}\n"
         f"offline, draft: {by_phase(reports['evaluate']['acceptance_length'])}\n"
         f"offline, n-gram: {by_phase(reports['evaluate']['ngram_acceptance_length'])}"
     )
     return table
+
+
+def modes_table(served: dict[str, Any]) -> Table:
+    """Draft and n-gram in every mode that was measured."""
+    table = Table("", "draft", "speed", "n-gram", "speed", "answers", box=SIMPLE)
+    table.title = "What it is worth in each mode"
+    for mode in served["by_mode"].values():
+        thinking = "thinking" if mode["thinking"] else "no thinking"
+        sampling = f"temperature {mode['temperature']}" if mode["temperature"] else "greedy"
+        table.add_row(f"{thinking}, {sampling}", *worth_cells(mode), str(mode["num_answered"]))
+    return table
+
+
+def worth_cells(mode: dict[str, Any]) -> list[str]:
+    """Accepted and speed of draft and n-gram; of a mode without an answer that counts, dashes."""
+    if not mode["num_answered"]:
+        return ["–"] * 4
+    lengths, speeds = mode["acceptance_length"], mode["speedup"]
+    pairs = [(f"{lengths[s]:.2f}", f"x {speeds[s]:.2f}") for s in ("draft", "ngram")]
+    return [cell for pair in pairs for cell in pair]
 
 
 def by_phase(lengths: dict[str, float | None]) -> str:

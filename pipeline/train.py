@@ -72,7 +72,6 @@ CURVE, HELD_OUT_CURVE = Path("reports/train_curve.csv"), Path("reports/held_out_
 IN_PROGRESS = DRAFT.with_name(".draft-in-progress")
 PACKAGE, DATA = Path(__file__).parent, {".arrow", ".npy"}
 CURVE_POINTS = 200
-TTT_STEP_LOSS_DECAY = 1.0  # every draft token counts the same
 
 
 class Curve(logging.Handler):
@@ -120,7 +119,7 @@ def trainer_config(
         loss_fn="kl_div",
         loss_implementation=losses(device),
         ttt_steps=train.ttt_steps,
-        ttt_step_loss_decay=TTT_STEP_LOSS_DECAY,
+        ttt_step_loss_decay=train.ttt_step_loss_decay,
     )
     for kwargs in (train_kwargs, val_kwargs):
         [(name, (loss, weight))] = kwargs["loss_config"].items()

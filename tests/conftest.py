@@ -64,6 +64,7 @@ SMALL = {
     "reassemble.train_on": "all_generated",
     "reassemble.draft_vocab_size": 64,
     "benchmark.num_draft_tokens": 3,
+    "benchmark.both_thinking_modes": False,
 }
 WEIGHTS = b"not really weights"
 

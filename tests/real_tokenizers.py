@@ -155,6 +155,7 @@ def params_of(name: str, **changes: Any) -> Params:
     values["think"] |= {"end": "</think>", "end_id": end_id}
     values["family"] = {"name": family, "custom": None}
     values["generate"]["thinking_switch"] = FAMILIES[family].thinking_switch
+    values["benchmark"]["both_thinking_modes"] = False
     for key, value in changes.items():
         section, _, field = key.partition("__")
         values[section][field] = value

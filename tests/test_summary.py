@@ -43,9 +43,28 @@ REPORTS = {
             "ngram": {"1": 208.0, "8": 700.0},
         },
         "speedup": {"draft": 1.333, "ngram": 0.797},
+        "rejected": {"refused": 0, "loop": 2, "garbage": 1},
+        "noise": {"min": 0.974, "max": 1.012},
         "lossless_fraction": 1.0,
         "lossless_fraction_ngram": 0.9688,
         "plain_vs_plain_fraction": 0.5,
+        "by_mode": {
+            "thinking_greedy": {
+                "thinking": True,
+                "temperature": 0.0,
+                "num_answered": 21,
+                "acceptance_length": {"draft": 3.667, "ngram": 1.404},
+                "speedup": {"draft": 1.333, "ngram": 0.797},
+            },
+            "no_thinking_sampled_0_6": {
+                "thinking": False,
+                "temperature": 0.6,
+                "num_answered": 20,
+                "acceptance_length": {"draft": 2.111, "ngram": 1.222},
+                "speedup": {"draft": 1.055, "ngram": 0.644},
+            },
+            "thinking_sampled_0_6": {"thinking": True, "temperature": 0.6, "num_answered": 0},
+        },
     },
 }
 
@@ -90,6 +109,31 @@ def test_the_draft_stands_beside_ngram_and_no_speculation(capsys):
     assert ["draft", "3.67", "0.94 0.88 0.85", "348", "x 1.33", "100%"] in rows
     assert ["n-gram", "1.40", "0.30 0.08 0.03", "208", "x 0.80", "97%"] in rows
     assert ["no speculation", "1.00", "261", "x 1.00", "50%"] in rows
+
+
+@pytest.mark.usefixtures("reports")
+def test_the_noise_floor_and_what_does_not_count_stand_below_the_speeds(capsys):
+    summary.main()
+    shown = capsys.readouterr().out
+    assert "no speculation again: x 0.97 to 1.01; not counted: 2 loop, 1 garbage" in shown
+
+
+@pytest.mark.usefixtures("reports")
+def test_each_mode_has_a_row_and_one_in_which_nothing_counts_has_dashes(capsys):
+    summary.main()
+    rows = cells(capsys)
+    assert ["thinking, greedy", "3.67", "x 1.33", "1.40", "x 0.80", "21"] in rows
+    assert ["no thinking, temperature 0.6", "2.11", "x 1.05", "1.22", "x 0.64", "20"] in rows
+    assert ["thinking, temperature 0.6", "–", "–", "–", "–", "0"] in rows
+
+
+@pytest.mark.usefixtures("reports")
+def test_a_single_mode_needs_no_table_of_modes(capsys):
+    served = REPORTS["benchmark"]
+    only = {"thinking_greedy": served["by_mode"]["thinking_greedy"]}
+    Path("reports/benchmark.json").write_text(json.dumps(served | {"by_mode": only}))
+    summary.main()
+    assert "in each mode" not in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("reports")

@@ -26,6 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipeline import train
 from pipeline.draft import load_draft, load_vocabulary, verifier_folder
 from pipeline.errors import BadRun, DataError, ParamsError
+from pipeline.evaluate import PHASES
 from pipeline.evaluate import main as evaluate
 from pipeline.extract import load_sequences, wanted_shards
 from pipeline.manifest import MANIFEST, Manifest, StatesRejection, describe
@@ -212,8 +213,51 @@ def test_a_question_that_is_held_out_and_trained_on_stops_the_run(
     rows[5]["input_ids"] = [*rows[1]["input_ids"][:4], *rows[5]["input_ids"][4:]]
     write_sequences(project, rows)
     write_states(project, verifier)
-    with pytest.raises(DataError, match="1 questions are in .*train and in .*held_out"):
+    with pytest.raises(DataError, match=r"1 questions are in .*train and in .*held_out"):
         train.main()
+
+
+# The yardstick
+
+
+class Replay:
+    """Proposes what the verifier wrote next; shuffled, what it wrote somewhere."""
+
+    device, dtype, d2t = CPU, torch.float32, None
+
+    def __init__(self, order: np.random.Generator | None) -> None:
+        self._order = order
+
+    def __call__(self, input_ids: torch.Tensor, ttt_steps: int, **batch: Any) -> list[torch.Tensor]:
+        places = torch.arange(input_ids.shape[1])
+        if self._order is not None:
+            places = torch.from_numpy(self._order.permutation(len(places)))
+        return [input_ids[:, places].roll(-1 - step, dims=1) for step in range(ttt_steps)]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_perfect_draft_scores_k_plus_1_and_a_shuffled_one_about_1(
+    project: Path, verifier: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    """Through the whole stage. Behind the first token of an answer come ten full steps."""
+    rows = [sequence(i, num_tokens=4 + 1 + 10 * (k + 1)) for i in range(8)]
+    write_sequences(project, rows, num_held_out=6)
+    write_states(project, verifier)
+    benchmark = {"num_draft_tokens": k, "max_tokens": 16}
+    write_params(project, benchmark=benchmark, verifier={"max_model_len": 64})
+    train.main()
+
+    def judged(draft: Replay) -> Any:
+        monkeypatch.setattr("pipeline.evaluate.load_draft", lambda *_: draft)
+        evaluate()
+        return json.loads(Path("reports/evaluate.json").read_text())
+
+    perfect = judged(Replay(None))
+    assert perfect["acceptance_length"] == dict.fromkeys(("overall", *PHASES), k + 1.0)
+    assert perfect["acceptance"]["joint"] == dict.fromkeys(map(str, range(1, k + 1)), 1.0)
+    assert perfect["steps"] == 6 * 10
+    # Of 16 tokens one in 16 is right by chance, or in padding, which holds token 0.
+    assert judged(Replay(np.random.default_rng(0)))["acceptance_length"]["overall"] < 1.3
 
 
 # A draft to go on with

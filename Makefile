@@ -66,7 +66,7 @@ test-fast: setup
 test-full: lint
 	$(PYTEST)
 
-## Measures generate, reassemble, hidden states beside speculators (docs/performance.md)
+## Measures the stages beside speculators and vLLM's own clients (docs/performance.md)
 perf: setup
 	.venv/bin/python -m perf.throughput
 	.venv/bin/python -m perf.client
@@ -74,6 +74,7 @@ perf: setup
 	.venv/bin/python -m perf.reassembly
 	.venv/bin/python -m perf.extraction
 	.venv/bin/python -m perf.states
+	.venv/bin/python -m perf.training
 	.venv/bin/python -m perf.report
 
 ## Trains drafts with and without reasoning in their data (reports/experiments.csv)

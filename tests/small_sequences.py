@@ -19,6 +19,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "checkpoint_steps": 2,
         "max_tokens_per_batch": 128,
         "ttt_steps": 2,
+        "ttt_step_loss_decay": 0.8,
         "dtype": "float32",
     },
     "evaluate": {"max_draft_tokens": 3, "context_bins": [8, 12]},

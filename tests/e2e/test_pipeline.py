@@ -38,6 +38,22 @@ def test_the_draft_is_worth_serving(finished: Project) -> None:
     assert served["lossless_fraction"] == 1.0
 
 
+def test_every_mode_is_measured(finished: Project) -> None:
+    """The draft has seen the verifier thinking. Sampled, it is worth about as much as greedy."""
+    served = report(finished, "benchmark")
+    modes = served["by_mode"]
+    assert list(modes) == sorted(modes)
+    assert {(mode["thinking"], mode["temperature"]) for mode in modes.values()} == {
+        *((True, 0.0), (True, 0.6), (False, 0.0), (False, 0.6))
+    }
+    for mode in [served, *modes.values()]:
+        assert served["num_prompts"] == mode["num_answered"] + sum(mode["rejected"].values())
+    lengths = {name: mode["acceptance_length"]["draft"] for name, mode in modes.items()}
+    assert lengths["thinking_sampled_0_6"] == pytest.approx(lengths["thinking_greedy"], rel=0.15)
+    answers = modes["thinking_sampled_0_6"]["tokens_per_answer"]
+    assert answers["draft"] == pytest.approx(answers["plain"], rel=0.25)
+
+
 def test_the_draft_is_as_good_as_it_was(finished: Project) -> None:
     """The floor: the lowest of the five drafts that `python -m experiments.recipe` made of the
     recipe that ships, less 5 %."""

@@ -23,9 +23,9 @@ def outputs(project: Project) -> dict[str, bytes]:
 
 @pytest.mark.full
 def test_ten_kills_leave_the_weights_of_an_uninterrupted_run(copy: Project) -> None:
-    """In float32, on one thread (pipeline/devices.py): bit for bit, the report and curves too."""
+    """In float32, on one thread: bit for bit, the report and curves too."""
     copy.set_params(train__num_steps=60, train__checkpoint_steps=4, train__dtype="float32")
-    command = ["python", "-m", "pipeline.train"]
+    command = ["env", "OMP_NUM_THREADS=1", "python", "-m", "pipeline.train"]
     copy.run(*command)
     whole = outputs(copy)
     copy.run("rm", "-r", "models/draft")

@@ -2,11 +2,11 @@
 
     python -m experiments.recipe
 
-All drafts see the same batches of the same data. `stock` is what `speculators train` does when
-nothing is said (0.9.0: linear decay of the rates, 0.001 for Muon and AdamW alike, every draft token
-counts the same, norms before the projection and behind the last layer). A first round changed one
-thing at a time of a recipe that was ours but for the loss decay; a second one is around ours, which
-has more seeds, because the floor of the tests comes from them.
+All drafts see the same batches of the same data. `ours` is params.yaml; it has more seeds, for the
+floor of the tests comes from them. `stock` is what `speculators train` does when nothing is said
+(0.9.0: linear decay of the rates, 0.001 for Muon and AdamW alike, every draft token counts the
+same, norms before the projection and behind the last layer). The others change one thing: of ours,
+or of ours without the loss decay (`loss decay 1.0, …`), as it was when they were tried first.
 """
 
 from experiments.trial import Arm, run_all, summary

@@ -105,7 +105,7 @@ def row_of(folder: Path, arm: Arm, seed: int) -> dict[str, Any]:
         "acceptance_length": judged["acceptance_length"]["overall"],
         "acceptance_length_reasoning": judged["acceptance_length"]["reasoning"],
         "acceptance_length_answer": judged["acceptance_length"]["answer"],
-        "held_out_accuracy": train["held_out"]["accuracy"]["1"],
+        "held_out_accuracy": train["held_out"]["speculators_accuracy"]["1"],
     }
 
 

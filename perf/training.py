@@ -1,6 +1,6 @@
 """Training of the demo draft beside speculators' own trainer, in float32 on the same batches.
 
-    train_tokens_per_s         ours, from the fifth step to the last
+    train_tokens_per_s         ours, after the fifth step
     train_vs_speculators       ours over speculators' in the same round; speculators' with one
                                thread or with all, whichever was faster
     train_loss_difference      between the two loss curves, the largest, as a part of the loss
@@ -29,7 +29,7 @@ from pipeline.sequences import load_split
 from pipeline.shards import HiddenStates
 
 COMMAND = "python -m perf.training"
-NUM_STEPS = 80  # fewer than an epoch has: speculators' trainer ends with one
+NUM_STEPS = 80  # fewer than an epoch has, with which speculators' trainer ends; each is logged
 NUM_ROUNDS = 3
 WARM_UP = 5
 THEIRS = "theirs"

@@ -18,5 +18,5 @@ def _say_interrupted(
 sys.excepthook = _say_interrupted
 
 # Read when torch is loaded, so set before: threads that wait for each other spin for microseconds,
-# not for milliseconds, which costs nothing on a quiet machine and half the speed on a busy one.
+# not for milliseconds, which costs little on a quiet machine and saves half the time on a busy one.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

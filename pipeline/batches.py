@@ -1,9 +1,9 @@
 """What training reads: one split of data/sequences with its states, packed into batches.
 
     training = SequenceDataset(SEQUENCES / Split.TRAIN, states, params, verifier)
-    loader = make_loader(training, hidden_size, device, seed)
+    loader = make_loader(training, hidden_size, device, seed, num_parts=1)
 
-The packing is speculators' own; each process of several gets its part of the batches.
+The packing is speculators' own.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from speculators.models.eagle3.data import shift_batch
 from speculators.train.data import CollateFn
-from speculators.train.distributed import get_dp_rank, get_dp_size
+from speculators.train.distributed import get_dp_rank
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 from speculators.train.recovery import SampleUnavailable
 from torch.utils.data import DataLoader
@@ -22,7 +22,7 @@ from pipeline.devices import num_loader_workers
 from pipeline.errors import DataError
 from pipeline.loading import Fate, StatesDataset
 from pipeline.params import Params
-from pipeline.phases import phase_ids
+from pipeline.phases import REASONING, UNLEARNT, phase_ids
 from pipeline.sequences import load_split
 from pipeline.shards import HiddenStates
 from pipeline.streaming import StreamedStates
@@ -49,7 +49,15 @@ class SequenceDataset(StatesDataset):
         layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
         with_states = states.of(rows, layer_ids, verifier.weights_fingerprint)
         max_len = params.train.max_tokens_per_batch
-        supervised = np.array([sum(mask[: max_len + 1]) for mask in with_states["loss_mask"]])
+        least = UNLEARNT if reasoning_weight else REASONING
+        supervised = np.array(
+            [
+                int((phase_ids(torch.tensor(mask[: max_len + 1]), answer_start) > least).sum())
+                for mask, answer_start in zip(
+                    with_states["loss_mask"], with_states["answer_start"], strict=True
+                )
+            ]
+        )
         sequences = with_states.select(np.flatnonzero(supervised))
         if not len(sequences):
             raise DataError(
@@ -69,11 +77,11 @@ class SequenceDataset(StatesDataset):
         found = super()._get_raw_data(index)
         if isinstance(found, SampleUnavailable):
             return found
-        answer_start = self._answer_starts[index]
-        found["phase_ids"] = phase_ids(found["loss_mask"], answer_start)
+        phases = phase_ids(found["loss_mask"], self._answer_starts[index])
+        found["phase_ids"] = phases
         if self._reasoning_weight != 1:
             weights = found["loss_mask"].float()  # [T]; of the token behind each
-            weights[: max(answer_start - 1, 0)] *= self._reasoning_weight
+            weights[phases == REASONING] *= self._reasoning_weight
             found["loss_mask"] = weights
         return found
 
@@ -109,20 +117,29 @@ def check_split(training: SequenceDataset, held_out: SequenceDataset) -> None:
         )
 
 
-def make_loader(dataset: SequenceDataset, hidden_size: int, device: torch.device, seed: int) -> Any:
-    """Whole sequences packed into batches of dataset.max_len tokens, as speculators packs them."""
+def make_loader(
+    dataset: SequenceDataset, hidden_size: int, device: torch.device, seed: int, num_parts: int
+) -> Any:
+    """Whole sequences packed into batches of dataset.max_len tokens, as speculators packs them; of
+    several parts, this process's. Raises DataError when there are fewer sequences than parts."""
     num_workers = num_loader_workers(device)
+    sampler = MultipackDistributedBatchSamplerV2(
+        batch_max_length=dataset.max_len,
+        lengths=dataset.approx_lengths,
+        num_replicas=num_parts,
+        rank=get_dp_rank() % num_parts,
+        seed=seed,
+    )
+    if not len(sampler):
+        raise DataError(
+            f"{dataset.folder}: {len(dataset)} sequences, fewer than train.num_processes, which is "
+            f"{num_parts}"
+        )
     return DataLoader(
         dataset,
-        batch_sampler=MultipackDistributedBatchSamplerV2(
-            batch_max_length=dataset.max_len,
-            lengths=dataset.approx_lengths,
-            num_replicas=get_dp_size(),
-            rank=get_dp_rank(),
-            seed=seed,
-        ),
+        batch_sampler=sampler,
         collate_fn=CollateFn(
-            dataset.max_len, hidden_size, dtype=dataset.hidden_states_dtype, preprocess=shifted
+            dataset.max_len, hidden_size, dtype=dataset.hidden_states_dtype, preprocess=shift
         ),
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
@@ -131,7 +148,7 @@ def make_loader(dataset: SequenceDataset, hidden_size: int, device: torch.device
     )
 
 
-def shifted(sample: dict[str, Any]) -> dict[str, Any]:
+def shift(sample: dict[str, Any]) -> dict[str, Any]:
     """As speculators lays tokens beside states, with the phases; the empty sample that it puts in
     place of a batch without any has none."""
     phases = sample.get("phase_ids", sample["loss_mask"])

@@ -59,6 +59,7 @@ class Rejected(StrEnum):
     REFUSED = "refused"  # too long for the server
     LOOP = "loop"  # the end of its answer repeats the same few tokens over and over
     GARBAGE = "garbage"  # or a single one
+    EMPTY = "empty"  # no token
 
 
 class Mode(NamedTuple):
@@ -272,7 +273,9 @@ def play(
                 return
             if answer.body is None:
                 raise ServerError(f"{where}: a question is left unanswered: {answer.error}")
-            token_ids = answer.body["choices"][0]["token_ids"]
+            token_ids = answer.body["choices"][0].get("token_ids")
+            if token_ids is None:
+                raise ServerError(f"{where}: the server returns no token ids")
             after = spec_decode_counters(client, endpoint) if concurrency == 1 else before
             if why := fault_of(token_ids):
                 this.rejected[answer.key] = why
@@ -287,6 +290,8 @@ def play(
 
 def fault_of(token_ids: list[int]) -> Rejected | None:
     """Whether the answer ends in a loop; one that was not cut has its end of turn after it."""
+    if not token_ids:
+        return Rejected.EMPTY
     period = loop_period(token_ids) or loop_period(token_ids[:-1])
     if not period:
         return None

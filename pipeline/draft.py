@@ -16,7 +16,7 @@ from speculators.train.cli import create_transformer_layer_config
 from pipeline.devices import attention
 from pipeline.errors import DataError
 from pipeline.params import Params
-from pipeline.records import PROVENANCE
+from pipeline.records import DRAFT, PROVENANCE, SEQUENCES
 from pipeline.resume import TEMP_SUFFIX, read_json, write_json
 from pipeline.verifier import SMALL_FILES, VerifierIdentity
 
@@ -57,8 +57,7 @@ def _check_mapping(
     if len(t2d) != verifier.vocab_size or not np.array_equal(targets, np.flatnonzero(t2d)):
         raise DataError(
             f"{folder}: d2t ({len(d2t)} ids) and t2d ({int(t2d.sum())} of {len(t2d)}) are no "
-            f"mapping into the verifier's {verifier.vocab_size} ids; `dvc repro -f reassemble` "
-            "makes one, or name another train.init_from"
+            f"mapping into the verifier's {verifier.vocab_size} ids; " + _remedy(folder)
         )
     ends = {verifier.think_end_id, verifier.end_of_turn_id}
     if lost := sorted(ends - set(targets.tolist())):
@@ -107,12 +106,14 @@ def new_draft(
 def trained_draft(
     folder: Path, params: Params, verifier: VerifierIdentity, device: torch.device
 ) -> Eagle3DraftModel:
-    """A draft to train further, in float32. Its vocabulary mapping is kept: its head has learnt
-    those ids, in that order.
+    """A draft to train further, in float32. Its vocabulary mapping is kept, for the rows of its
+    head are those ids, in that order.
 
     Raises:
         DataError: no draft, or one of another shape than params and verifier say.
     """
+    if not folder.is_dir():  # a name would be looked for in the hub
+        raise DataError(f"{folder} is no folder; {_remedy(folder)}")
     draft = load_draft(folder, torch.float32, device)
     check_layer_ids(folder, params.extract.layer_ids)
     layers = draft.config.transformer_layer_config
@@ -120,7 +121,8 @@ def trained_draft(
     if shape != (verifier.hidden_size, params.train.num_layers):
         raise DataError(
             f"{folder}: hidden size {shape[0]} and {shape[1]} layers; the verifier has "
-            f"{verifier.hidden_size}, train.num_layers is {params.train.num_layers}"
+            f"{verifier.hidden_size}, train.num_layers is {params.train.num_layers}; "
+            + _remedy(folder)
         )
     if draft.d2t is None:
         raise DataError(
@@ -130,7 +132,17 @@ def trained_draft(
     draft.config.speculators_config.verifier.name_or_path = verifier_folder(verifier)
     draft.load_verifier_weights()
     draft.config.speculators_config.verifier.name_or_path = verifier.model
+    [proposal] = draft.config.speculators_config.proposal_methods
+    proposal.speculative_tokens = params.train.ttt_steps
     return draft
+
+
+def _remedy(folder: Path) -> str:
+    if folder == DRAFT:
+        return "`dvc repro` makes it anew"
+    if folder == SEQUENCES:
+        return "`dvc repro -f reassemble` makes it anew"
+    return "name another train.init_from"
 
 
 def save_draft(
@@ -151,6 +163,7 @@ def save_draft(
     draft.save_pretrained(unfinished, state_dict=state)
     patch_config_dtype(unfinished / "config.json", dtype)
     write_json(unfinished / PROVENANCE, provenance)
+    assert draft_layer_ids(unfinished) == draft.target_layer_ids
     for file in unfinished.iterdir():
         file.chmod(0o644)  # safetensors makes files for the owner alone
     shutil.rmtree(folder, ignore_errors=True)
@@ -169,7 +182,7 @@ def check_layer_ids(folder: Path, layer_ids: list[int]) -> None:
     if found != layer_ids:
         raise DataError(
             f"{folder}/config.json names layers {found}, but extract.layer_ids is {layer_ids}; "
-            "`dvc repro` trains it anew"
+            + _remedy(folder)
         )
 
 
@@ -189,11 +202,13 @@ def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> Eagle3
     try:
         config = Eagle3DraftModel.config_class.from_pretrained(folder)
         state = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise DataError(f"{folder} is no draft ({error}); `dvc repro` makes it") from error
+    except (OSError, SafetensorError, ValueError, NotImplementedError) as error:
+        raise DataError(f"{folder} is no draft ({error}); {_remedy(folder)}") from error
     config.transformer_layer_config._attn_implementation = attention(device)
     draft = Eagle3DraftModel(config)
     missing, unexpected = draft.load_state_dict(state, strict=False)
     if unexpected or not set(missing) <= set(Eagle3DraftModel._keys_to_ignore_on_save):
-        raise DataError(f"{folder} is another kind of draft: {missing or unexpected}")
+        raise DataError(
+            f"{folder} is another kind of draft: {missing or unexpected}; {_remedy(folder)}"
+        )
     return draft.to(device=device, dtype=dtype).eval()

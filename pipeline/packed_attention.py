@@ -6,8 +6,8 @@ unrolled draft tokens too, and masks nearly all of it. Of that mask only two par
     a token and those before it in its own sequence
     a token and its own draft tokens, which stand T, 2 T … keys further on
 
-so only these are multiplied here: the same sums in another order. On an accelerator flex attention
-does that (see pipeline.devices).
+so only these are multiplied here: the same products, added in another order. On an accelerator
+flex attention does that (see pipeline.devices).
 """
 
 from typing import Any
@@ -34,7 +34,9 @@ def packed_attention(
     values = value.repeat_interleave(heads_a_key, dim=1).split(num_tokens, dim=2)
     lengths = sequence_lengths(attention_mask[0, 0, :, :num_tokens])
     query = query * scaling
-    drafted = [(query * drafts).sum(-1, keepdim=True) for drafts in keys[1:]]  # [1, heads, T, 1]
+    drafted = [
+        (query.float() * drafts).sum(-1, keepdim=True).to(query.dtype) for drafts in keys[1:]
+    ]  # [1, heads, T, 1]
     future = query.new_full((max(lengths), max(lengths)), float("-inf")).triu(1)
     parts = [tensor.split(lengths, dim=2) for tensor in (query, keys[0], *drafted)]
     weights = [
@@ -59,12 +61,12 @@ def packed_attention(
 
 def sequence_lengths(own: torch.Tensor) -> list[int]:  # own: [T, T], bool
     """Of the sequences in a batch, from which keys a token sees. Tokens of padding, which see
-    themselves alone, count as one sequence: what becomes of them is read by nobody. (So would
-    sequences of a single token in a row; ours have a question and an answer.)"""
+    themselves alone to the end, count as one sequence: what becomes of them is read by nobody."""
     places = torch.arange(len(own))
     begins = own.to(torch.uint8).argmax(dim=1) == places
     alone = begins & torch.cat([begins[1:], begins.new_ones(1)])
-    begins[1:] &= ~(alone[1:] & alone[:-1])
+    is_padding = alone.flip(0).int().cumprod(0).flip(0).bool()
+    begins[1:] &= ~(is_padding[1:] & is_padding[:-1])
     return torch.diff(begins.nonzero().flatten(), append=places.new_tensor([len(own)])).tolist()
 
 

@@ -221,7 +221,7 @@ class Train(Section):
     """How the draft is trained."""
 
     seed: int
-    init_from: str | None
+    init_from: Annotated[str, Field(min_length=1)] | None
     num_processes: Count
     tensorboard: bool
     num_steps: Count
@@ -245,7 +245,7 @@ class Train(Section):
 class Evaluate(Section):
     """How the draft is judged offline."""
 
-    max_draft_tokens: Count
+    max_draft_tokens: Annotated[int, Field(ge=1, le=64)]  # of 128 in the shortest batch
     context_bins: Annotated[list[Count], Field(min_length=1)]
 
     @model_validator(mode="after")

@@ -7,9 +7,9 @@ speculators' model returns its metrics as sums and totals; these are added to th
 the same kind, so that its trainer adds them up over batches and processes, divides and logs them
 as its own. With p a phase or `all`, and k from 0, each counted where training learns something:
 
-    p_acc_k     how often the draft tokens 0 … k after a token of the answer are all right
-    p_loss_k    mean loss of draft token k
-    p_tokens    how many tokens p has; no sum, so that a phase without any can be told from 0 %
+    p_acc_k                   how often the draft tokens 0 … k behind a token are all right
+    p_loss_k                  mean loss of draft token k
+    p_acc_k_of, p_loss_k_of   of how many; no sum, so that 0 % can be told from nothing there
 
 speculators' own `full_acc_k` counts a draft that crosses the border of a mask as wrong, which says
 little about answers of ten tokens. A draft token is right when it is the one that stands there,
@@ -33,7 +33,8 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def phase_ids(loss_mask: torch.Tensor, answer_start: int) -> torch.Tensor:  # [T], int8
     """The phase of the token behind each, which is the first that a draft can write there."""
     phases = torch.full_like(loss_mask, REASONING, dtype=torch.int8)
-    phases[max(answer_start - 1, 0) :] = ANSWER
+    if answer_start < len(phases):  # else it was cut before one
+        phases[max(answer_start - 1, 0) :] = ANSWER
     return torch.where(loss_mask > 0, phases, UNLEARNT)
 
 
@@ -84,7 +85,13 @@ def phase_metrics(
 ) -> dict[str, torch.Tensor]:
     """Sums and totals. Draft token k at position j is the guess for input_ids[j + 1 + k]; its
     loss, where it is learnt, stands at the same place."""
-    metrics = {}
+    metrics: dict[str, torch.Tensor] = {}
+
+    def add(name: str, values: torch.Tensor, where: torch.Tensor) -> None:
+        total = where.sum().float()
+        metrics[f"{name}_sum"] = (values * where).sum().float()
+        metrics[f"{name}_total"] = metrics[f"{name}_of"] = total
+
     right = torch.ones_like(input_ids, dtype=torch.bool)
     of_phase = {"all": phases != UNLEARNT}
     of_phase |= {name: phases == phase for name, phase in PHASES.items()}
@@ -94,13 +101,8 @@ def phase_metrics(
         learnt = shifted(of_phase["all"], k) & (document_ids == shifted(document_ids, k))
         loss = pad(losses[k], (0, k))
         for name, starts in of_phase.items():
-            drafted = starts & inside
-            metrics[f"{name}_acc_{k}_sum"] = (right & drafted).sum().float()
-            metrics[f"{name}_acc_{k}_total"] = drafted.sum().float()
-            metrics[f"{name}_loss_{k}_sum"] = (loss * (starts & learnt)).sum().float()
-            metrics[f"{name}_loss_{k}_total"] = (starts & learnt).sum().float()
-    for name, starts in of_phase.items():
-        metrics[f"{name}_tokens"] = starts.sum().float()
+            add(f"{name}_acc_{k}", right, starts & inside)
+            add(f"{name}_loss_{k}", loss, starts & learnt)
     return metrics
 
 

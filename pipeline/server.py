@@ -187,13 +187,14 @@ def _watcher(process_group: int) -> Iterator[None]:
 
 def _server_environment(verifier: Verifier) -> dict[str, str]:
     env = {**os.environ, **QUIET_ENV, "VLLM_CACHE_ROOT": str(Path(".cache/vllm").resolve())}
-    # For what vLLM loads of ours by name: the `vllm` command does not look into the present folder.
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env.pop("VLLM_API_KEY", None)  # our own server on loopback asks for no key
     env.pop("GOMP_SPINCOUNT", None)  # of our own threads (pipeline/__init__.py)
     if Path(verifier.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
-    return {**env, **verifier.server_env}
+    env |= verifier.server_env
+    # For what vLLM loads of ours by name: the `vllm` command does not look into the present folder.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    return env
 
 
 def free_port() -> int:

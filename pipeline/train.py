@@ -17,7 +17,6 @@ GPU: the draft is sharded over them (FSDP), and the first of them writes.
 """
 
 import logging
-import math
 import os
 import shlex
 import sys
@@ -31,10 +30,12 @@ from typing import Any
 import pandas as pd
 import speculators.train.trainer
 import torch
+import yaml
 from loguru import logger as loguru_logger
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train.cli import set_seed
 from speculators.train.distributed import (
+    get_dp_size,
     get_rank,
     maybe_destroy_distributed,
     maybe_setup_distributed,
@@ -47,13 +48,12 @@ from pipeline.batches import SequenceDataset, check_split, make_loader
 from pipeline.devices import losses, training_device
 from pipeline.draft import (
     WEIGHTS,
-    check_layer_ids,
     load_vocabulary,
     new_draft,
     save_draft,
     trained_draft,
 )
-from pipeline.errors import BadRun, ParamsError
+from pipeline.errors import ParamsError
 from pipeline.manifest import MANIFEST, PLAN
 from pipeline.params import Params, Train, load_params
 from pipeline.phases import PHASES, PhaseMetrics
@@ -63,14 +63,14 @@ from pipeline.resume import content_key, file_sha256, one_writer, write_bytes, w
 from pipeline.sequences import load_split
 from pipeline.stage import LOGS, run_stage
 from pipeline.streaming import open_states
-from pipeline.trainer import Checkpoints, DraftTrainer
+from pipeline.trainer import Checkpoints, DraftTrainer, check_finite
 from pipeline.verifier import VerifierIdentity, load_verifier
-from pipeline.vocabulary import token_frequency, vocabulary_sha256
+from pipeline.vocabulary import coverage, vocabulary_sha256
 
 METRICS_PATH = Path("reports/train.json")
 CURVE, HELD_OUT_CURVE = Path("reports/train_curve.csv"), Path("reports/held_out_curve.csv")
 IN_PROGRESS = DRAFT.with_name(".draft-in-progress")
-PACKAGE, DATA = Path(__file__).parent, {".arrow", ".npy"}
+ROOT, DATA = Path(__file__).resolve().parent.parent, {".arrow", ".npy"}
 CURVE_POINTS = 200
 
 
@@ -88,13 +88,9 @@ class Curve(logging.Handler):
             self.tokens_per_s = record.msg["profile"]["tokens_per_s"]
 
     def after_step(self, bar: Bar) -> None:
-        """Raises BadRun when the loss is no number any more."""
+        """Raises BadRun when the loss of a step that was measured is no number."""
         last = self.points[-1]
-        if not math.isfinite(last["loss"]):
-            raise BadRun(
-                f"the loss is {last['loss']} at step {last['step']}: lower train.learning_rate "
-                "and train.muon_learning_rate, or set train.dtype: float32"
-            )
+        check_finite(last["loss"], int(last["step"]))
         bar.advance(note=f"loss {last['loss']:.3f}, {self.tokens_per_s:,.0f} tokens/s")
 
 
@@ -141,18 +137,16 @@ def trainer_config(
 
 
 def curve_csv(points: list[dict[str, float]], train: Train, suffix: str = "") -> bytes:
-    """What DVC plots: a row for each point that speculators measured. A phase that no token of the
-    batch has is left blank."""
-    measured, positions = pd.DataFrame(points), range(train.ttt_steps)
+    """What DVC plots: a row for each point that speculators measured, and loss and accuracy of each
+    draft position, of all tokens and of each phase. What was not measured is left blank."""
+    measured = pd.DataFrame(points)
     table = measured[["step"]].assign(loss=measured[f"loss{suffix}"])
-    for k in positions:
-        table[f"accuracy_{k + 1}"] = measured[f"full_acc_{k}{suffix}"]
-    for phase in PHASES:
-        has_tokens = measured[f"{phase}_tokens{suffix}"] > 0
-        for name, metric in (("loss", "loss"), ("accuracy", "acc")):
-            for k in positions:
+    for phase, column in (("all", ""), *((phase, f"{phase}_") for phase in PHASES)):
+        for metric, name in (("loss", "loss"), ("acc", "accuracy")):
+            for k in range(train.ttt_steps):
                 values = measured[f"{phase}_{metric}_{k}{suffix}"]
-                table[f"{phase}_{name}_{k + 1}"] = values.where(has_tokens)
+                is_measured = measured[f"{phase}_{metric}_{k}_of{suffix}"] > 0
+                table[f"{column}{name}_{k + 1}"] = values.where(is_measured)
     return table.to_csv(index=False, float_format="%.4f", lineterminator="\n").encode()
 
 
@@ -161,43 +155,41 @@ def report(
     held_out: SequenceDataset,
     params: Train,
     trainer: DraftTrainer,
-    vocabulary_coverage: float,
+    vocabulary: dict[str, Any],
 ) -> dict[str, Any]:
-    """reports/train.json, `held_out` for the best step. Accuracies are per draft position:
-    `accuracy` of a position given that those before were right too, counted over all;
-    `conditional_accuracy` over those."""
-    best, positions = trainer.best, range(params.ttt_steps)
+    """reports/train.json, `held_out` for the best step. `accuracy` of a draft position is how often
+    all up to it are right (pipeline.phases); speculators' own is by its masks, and against what the
+    verifier finds likeliest."""
+    best = trainer.best
 
-    def by_position(name: str) -> dict[str, float]:
-        return {str(k + 1): round(best[f"{name}_{k}_epoch"], 4) for k in positions}
+    def by_position(name: str) -> dict[str, float | None]:
+        return {
+            str(k + 1): round(best[f"{name}_{k}_epoch"], 4)
+            if best.get(f"{name}_{k}_of_epoch", 1)
+            else None
+            for k in range(params.ttt_steps)
+        }
 
     return {
         **training.counts(),
-        "vocabulary_coverage": round(vocabulary_coverage, 4),
+        "vocabulary": vocabulary,
         "steps": params.num_steps,
         "best_step": best["step"],
         "held_out": {
             **held_out.counts(),
             "loss": round(best["loss_epoch"], 4),
             "expected_acceptance_length": round(best["acceptance"], 4),
-            "accuracy": by_position("full_acc"),
-            "conditional_accuracy": by_position("cond_acc"),
+            "accuracy": by_position("all_acc"),
+            "speculators_accuracy": by_position("full_acc"),
             "by_phase": {
                 phase: {
                     "accuracy": by_position(f"{phase}_acc"),
                     "loss": by_position(f"{phase}_loss"),
                 }
                 for phase in PHASES
-                if best[f"{phase}_tokens_epoch"]
             },
         },
     }
-
-
-def coverage(draft: Eagle3DraftModel) -> float:
-    """The share of the tokens that training teaches which the draft can propose at all."""
-    frequency = token_frequency(load_split(SEQUENCES / Split.TRAIN), len(draft.t2d))
-    return float(frequency[draft.t2d.cpu().numpy()].sum() / frequency.sum())
 
 
 def in_short(metrics: dict[str, Any]) -> str:
@@ -214,15 +206,18 @@ def inputs(params: Params, verifier: VerifierIdentity) -> dict[str, Any]:
     """All that decides what the draft becomes: the key of a run, and what a checkpoint says of it.
 
     The states are known by their manifest or plan, which has the checksum of each shard, the code
-    by what lies beside this file.
+    is what dvc.yaml names for the stage.
     """
     states = HIDDEN_STATES / (MANIFEST if params.extract.mode == "stored" else PLAN)
     files = [states, *sorted(path for path in SEQUENCES.rglob("*.*") if path.suffix in DATA)]
     folder = params.train.init_from
-    code = [path.read_text(encoding="utf-8") for path in sorted(PACKAGE.glob("*.py"))]
+    stage = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]["train"]
+    code = [ROOT / dep for dep in stage["deps"] if dep.startswith("pipeline/")]
     return {
         "data_sha256": {path.as_posix(): file_sha256(path) for path in files if path.exists()},
-        "init_from_sha256": file_sha256(Path(folder, WEIGHTS)) if folder else None,
+        "init_from_sha256": [
+            file_sha256(Path(folder, name)) for name in ("config.json", WEIGHTS) if folder
+        ],
         "params": {
             "train": params.train.model_dump(exclude={"tensorboard"}),
             "layer_ids": params.extract.layer_ids,
@@ -230,7 +225,7 @@ def inputs(params: Params, verifier: VerifierIdentity) -> dict[str, Any]:
         },
         "weights_fingerprint": verifier.weights_fingerprint,
         "thinking": params.generate.thinking,
-        "code_sha256": content_key(code),
+        "code_sha256": content_key([file_sha256(path) for path in code]),
         "libraries": {name: version(name) for name in ("torch", "transformers", "speculators")},
     }
 
@@ -315,8 +310,9 @@ def main() -> None:
             params.train.checkpoint_steps,
             draft,
             trainer_config(params.train, draft, PhaseMetrics(draft), device),
-            make_loader(training, verifier.hidden_size, device, params.train.seed),
-            make_loader(held_out, verifier.hidden_size, device, 0),
+            make_loader(training, verifier.hidden_size, device, params.train.seed, get_dp_size()),
+            # All of it in each process: what does not divide by their number would be left out.
+            make_loader(held_out, verifier.hidden_size, device, 0, num_parts=1),
         )
 
         def check_fates() -> None:
@@ -334,13 +330,13 @@ def main() -> None:
             trainer.run(lambda: curve.after_step(bar), check_fates)
         weights = trainer.weights()
         if is_first:
-            metrics = report(training, held_out, params.train, trainer, coverage(draft))
+            vocabulary = coverage(load_split(SEQUENCES / Split.TRAIN), draft.t2d.cpu().numpy())
+            made_from = provenance(training, draft, made_from)
+            save_draft(draft, weights, DRAFT, getattr(torch, params.verifier.dtype), made_from)
+            metrics = report(training, held_out, params.train, trainer, vocabulary)
             write_bytes(CURVE, curve_csv(trainer.train_curve, params.train))
             write_bytes(HELD_OUT_CURVE, curve_csv(trainer.held_out, params.train, "_epoch"))
             write_json(METRICS_PATH, metrics)
-            made_from = provenance(training, draft, made_from)
-            save_draft(draft, weights, DRAFT, getattr(torch, params.verifier.dtype), made_from)
-            check_layer_ids(DRAFT, params.extract.layer_ids)
             checkpoints.remove()
             print(in_short(metrics))
     maybe_destroy_distributed()

@@ -8,23 +8,21 @@
 Every `checkpoint_steps` steps the draft is judged on the held-out sequences, and what training
 needs to go on is written to the folder of the run:
 
-    last.pt              weights, optimizers, schedulers, the place in the data, the curves; as
-                         trained, in float32
-    best.safetensors     the weights that accepted most so far
+    last.pt     weights, optimizers, schedulers, the place in the data, the curves, and the weights
+                that accepted most so far; as trained, in float32
 
-Each appears whole or not at all. Nothing in a step is random but the order of the sequences, which
+It appears whole or not at all. Nothing in a step is random but the order of the sequences, which
 follows from the seed and the epoch, so a run that was killed ends with the weights of one that was
 not: bit for bit, where the device computes the same twice.
 """
 
-import logging
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from speculators.train.trainer import Trainer
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import (
@@ -35,48 +33,41 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from pipeline.errors import BadRun
 from pipeline.resume import atomic_path
 
 # All of a state on the first process's CPU, and each process's part of it back: the same calls for
 # one process and for shards on many.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 PARTS = StateDictOptions(full_state_dict=True, strict=False)
-LOGGER = logging.getLogger(__name__)
 
 
 class Checkpoints:
     """The folder of one run: one of the same inputs goes on in it, others begin anew."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._last, self._best = folder / "last.pt", folder / "best.safetensors"
+        self._folder, self._last = folder, folder / "last.pt"
 
     def load(self) -> dict[str, Any] | None:
-        """The state that was saved last; None: there is none, or it cannot be read."""
+        """The state that was saved last; None: there is none, or it is damaged. Raises OSError when
+        the file cannot be read at this moment."""
         if not self._last.exists():
             return None
         try:
             state: dict[str, Any] = torch.load(self._last, weights_only=True)
+        except OSError:
+            raise
         except Exception as error:  # torch.load raises what the damage happens to lead to
-            LOGGER.warning("%s cannot be read (%s): training starts anew", self._last, error)
+            print(f"{self._last} is damaged ({str(error)[:100]}): training starts anew", flush=True)
             return None
         return state
 
     def save(self, state: dict[str, Any]) -> None:
-        with atomic_path(self._last) as temp:
-            torch.save(state, temp)
-
-    def save_best(self, weights: dict[str, torch.Tensor]) -> None:
-        with atomic_path(self._best) as temp:
-            save_file(weights, temp)
-
-    def load_best(self) -> dict[str, Any]:
-        return load_file(self._best)
+        with atomic_path(self._last) as temp, temp.open("wb") as file:
+            torch.save(state, file)  # into a file of ours: a full disk is an OSError then
 
     def remove(self) -> None:
-        """And those of runs with other inputs, which nobody came back to."""
-        for folder in self._folder.parent.iterdir():
-            shutil.rmtree(folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class DraftTrainer(Trainer):
@@ -101,6 +92,7 @@ class DraftTrainer(Trainer):
         self.held_out: list[dict[str, float]] = []
         self.best: dict[str, float] = {"acceptance": 0.0}
         """of `held_out`, the one whose weights the draft has in the end"""
+        self._best_weights: dict[str, Any] = {}
         self.train_curve: list[dict[str, float]] = []
         """filled by whoever hears the steps; kept here, since a run that goes on needs it"""
 
@@ -120,12 +112,16 @@ class DraftTrainer(Trainer):
         self.global_step, self.current_epoch = state["step"], state["epoch"]
         self._epoch_step = self._resume_local_step = state["epoch_step"]
         self.held_out, self.train_curve = state["held_out"], state["train_curve"]
-        self.best = state["best"]
+        self.best, self._best_weights = state["best"], state["best_weights"]
         return self.global_step
 
     def run(self, after_step: Callable[[], None], before_save: Callable[[], None]) -> None:
         """Train to the last step; the draft has the best weights then. What `before_save` raises
-        ends the run and is in no checkpoint."""
+        ends the run and is in no checkpoint.
+
+        Raises:
+            BadRun: the held-out loss is no number any more.
+        """
         assert self.config.max_steps
 
         def step() -> None:
@@ -139,7 +135,9 @@ class DraftTrainer(Trainer):
             self.train_epoch(self.current_epoch, step_callback=step)
             self.current_epoch += 1
             self._epoch_step = 0
-        set_model_state_dict(self.model, self._checkpoints.load_best(), options=PARTS)
+        state = self._checkpoints.load()  # the first process alone has the weights in memory
+        assert state
+        set_model_state_dict(self.model, state["best_weights"], options=PARTS)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Those of the draft, frozen ones too; in the first process, empty in the others."""
@@ -149,6 +147,7 @@ class DraftTrainer(Trainer):
     def _checkpoint(self, before_save: Callable[[], None]) -> None:
         metrics = self.val_epoch(0)
         self.model.train()
+        check_finite(metrics["loss_epoch"], self.global_step)
         before_save()
         point = {"step": self.global_step, "acceptance": expected_acceptance(metrics), **metrics}
         self.held_out.append(point)
@@ -156,12 +155,10 @@ class DraftTrainer(Trainer):
         trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
         weights = {name: one for name, one in self.weights().items() if name in trained}
         optimizers = get_optimizer_state_dict(self.model, self.optimizers, options=WHOLE)
-        is_best = point["acceptance"] > self.best["acceptance"]
-        if is_best:
+        if point["acceptance"] > self.best["acceptance"]:
             self.best = point
+            self._best_weights = {name: one.clone() for name, one in weights.items()}
         if self.rank == 0:
-            if is_best:
-                self._checkpoints.save_best(weights)
             self._checkpoints.save(
                 {
                     "model": weights,
@@ -172,11 +169,21 @@ class DraftTrainer(Trainer):
                     "epoch_step": self._epoch_step,
                     "held_out": self.held_out,
                     "best": self.best,
+                    "best_weights": self._best_weights,
                     "train_curve": self.train_curve,
                 }
             )
         if self.is_distributed:
             distributed.barrier()  # no process reads what the first one is still writing
+
+
+def check_finite(loss: float, step: int) -> None:
+    """Raises BadRun when it is no number: what is trained from there on is none either."""
+    if not math.isfinite(loss):
+        raise BadRun(
+            f"the loss is {loss} at step {step}: lower train.learning_rate and "
+            "train.muon_learning_rate, or set train.dtype: float32"
+        )
 
 
 def expected_acceptance(metrics: dict[str, float]) -> float:

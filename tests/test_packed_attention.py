@@ -58,6 +58,7 @@ def test_values_and_gradients_are_those_of_plain_attention(num_draft_tokens: int
         ([0, 0], [2]),
         ([0, 0, 1], [2, 1]),
         ([-1, -1], [2]),
+        ([0, 1, 2, 2, 3, 4, 4], [1, 1, 2, 1, 2]),
         ([0, -1], [2]),  # one token and padding, which nobody reads
     ],
 )

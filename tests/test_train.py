@@ -24,6 +24,7 @@ from torch.distributed.run import config_from_args, parse_args
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline import train
+from pipeline.batches import SequenceDataset, make_loader
 from pipeline.draft import load_draft, load_vocabulary, verifier_folder
 from pipeline.errors import BadRun, DataError, ParamsError
 from pipeline.evaluate import PHASES
@@ -35,6 +36,7 @@ from pipeline.progress import Bar
 from pipeline.records import HIDDEN_STATES, SEQUENCES, Split
 from pipeline.resume import file_sha256, write_json
 from pipeline.shards import HiddenStates, ShardWriter, States
+from pipeline.trainer import DraftTrainer
 from pipeline.verifier import load_verifier
 from tests.small_sequences import (
     DRAFT_VOCAB_SIZE,
@@ -143,7 +145,7 @@ def test_training_makes_a_checkpoint_that_loads(project: Path, verifier: Qwen3Fo
     assert (found["held_out"]["sequences"], found["held_out"]["supervised_tokens"]) == (2, 13)
     assert (found["steps"], found["sequences_cut"]) == (3, 0)
     curve = Path("reports/train_curve.csv").read_text().splitlines()
-    assert curve[0].startswith("step,loss,accuracy_1,accuracy_2,reasoning_loss_1,")
+    assert curve[0].startswith("step,loss,loss_1,loss_2,accuracy_1,accuracy_2,reasoning_loss_1,")
     assert [line.split(",")[0] for line in curve[1:]] == ["1", "2", "3"]
 
     evaluate()
@@ -180,7 +182,7 @@ def test_the_curves_tell_the_phases_apart(project: Path, verifier: Qwen3ForCausa
         for phase in ("reasoning", "answer"):
             assert table[[f"{phase}_loss_1", f"{phase}_loss_2"]].gt(0).all(axis=None)
             assert table[[f"{phase}_accuracy_1", f"{phase}_accuracy_2"]].notna().all(axis=None)
-    assert set(metrics()["held_out"]["by_phase"]) == {"reasoning", "answer"}
+    assert metrics()["held_out"]["by_phase"]["reasoning"]["accuracy"]["1"] is not None
 
     write_sequences(project, [sequence(i) | {"answer_start": 4} for i in range(8)])
     write_states(project, verifier)
@@ -191,7 +193,26 @@ def test_the_curves_tell_the_phases_apart(project: Path, verifier: Qwen3ForCausa
         # All losses of a batch with one phase are of that phase.
         sums = table["answer_loss_1"] + 0.8 * table["answer_loss_2"]
         assert sums.tolist() == pytest.approx(table["loss"].tolist(), abs=2e-3)
-    assert set(metrics()["held_out"]["by_phase"]) == {"answer"}
+    by_phase = metrics()["held_out"]["by_phase"]
+    assert by_phase["reasoning"]["accuracy"] == {"1": None, "2": None}
+    assert by_phase["answer"]["accuracy"]["1"] is not None
+
+
+def test_a_phase_too_short_for_a_draft_token_says_nothing_of_it(
+    project: Path, verifier: Qwen3ForCausalLM
+) -> None:
+    """Two tokens of answer: behind the first stands one that can be drafted."""
+    write_sequences(project, [sequence(i) | {"answer_start": 8} for i in range(8)])
+    write_states(project, verifier)
+    train.main()
+    table = pd.read_csv(train.HELD_OUT_CURVE)
+    assert table["answer_accuracy_2"].notna().all()  # from the last token of the reasoning on
+    write_sequences(project, [sequence(i) | {"answer_start": 9} for i in range(8)])
+    write_states(project, verifier)
+    train.main()
+    table = pd.read_csv(train.HELD_OUT_CURVE)
+    assert table["answer_accuracy_1"].notna().all()
+    assert table["answer_accuracy_2"].isna().all()
 
 
 def test_tensorboard_gets_the_metrics_on_request(project: Path) -> None:
@@ -276,7 +297,7 @@ def test_training_goes_on_from_a_draft_and_keeps_its_vocabulary(
     ids = np.array([0, *range(2, 16), 20])
     np.save("data/sequences/d2t.npy", ids - np.arange(16))
     np.save("data/sequences/t2d.npy", np.isin(np.arange(VOCAB_SIZE), ids))
-    tiny = {"learning_rate": 1e-9, "muon_learning_rate": 1e-9, "num_steps": 1}
+    tiny = {"learning_rate": 1e-9, "muon_learning_rate": 1e-9, "num_steps": 1, "ttt_steps": 3}
     write_params(project, train={"init_from": "first", **tiny})
     train.main()
     first, second = (load_draft(f, torch.float32, CPU) for f in (folder, Path("models/draft")))
@@ -284,10 +305,13 @@ def test_training_goes_on_from_a_draft_and_keeps_its_vocabulary(
         if not name.startswith("verifier_"):  # not saved
             assert torch.allclose(weights, second.state_dict()[name], atol=1e-6), name
     found = json.loads(Path("models/draft/provenance.json").read_text())
-    assert found["init_from_sha256"] == file_sha256(folder / "model.safetensors")
+    files = [folder / "config.json", folder / "model.safetensors"]
+    assert found["init_from_sha256"] == [file_sha256(path) for path in files]
     old = json.loads((folder / "provenance.json").read_text())
     assert found["vocabulary_sha256"] == old["vocabulary_sha256"]
-    assert metrics()["vocabulary_coverage"] == 1.0
+    assert metrics()["vocabulary"]["answer"]["fraction"] == 1.0
+    proposal = json.loads(Path("models/draft/config.json").read_text())["speculators_config"]
+    assert proposal["proposal_methods"][0]["speculative_tokens"] == 3
     config = json.loads(Path("models/draft/config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "models/verifier"
 
@@ -295,7 +319,8 @@ def test_training_goes_on_from_a_draft_and_keeps_its_vocabulary(
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"train": {"init_from": "nowhere"}}, "nowhere is no draft"),
+        ({"train": {"init_from": "nowhere"}}, "nowhere is no folder; name another"),
+        ({"train": {"init_from": "models/verifier"}}, "verifier is no draft .*name another"),
         ({"train": {"init_from": "first", "num_layers": 2}}, "1 layers; .*train.num_layers is 2"),
     ],
 )
@@ -317,6 +342,15 @@ def test_a_draft_that_could_never_end_the_thinking_is_an_error(project: Path) ->
 
 
 # Many processes
+
+
+def test_fewer_sequences_than_processes_are_an_error(
+    project: Path, verifier: Qwen3ForCausalLM
+) -> None:
+    held_out = SEQUENCES / Split.HELD_OUT
+    dataset = SequenceDataset(held_out, HiddenStates(HIDDEN_STATES), load_params(), load_verifier())
+    with pytest.raises(DataError, match=r"2 sequences, fewer than train.num_processes, which is 3"):
+        make_loader(dataset, HIDDEN_SIZE, CPU, 0, num_parts=3)
 
 
 def test_torchrun_runs_this_module_once_for_each_gpu() -> None:
@@ -407,8 +441,8 @@ def test_what_is_counted_is_what_training_sees(project: Path, verifier: Qwen3For
     write_states(project, verifier)
     params, identity = load_params(), load_verifier()
     states = HiddenStates(HIDDEN_STATES)
-    training = train.SequenceDataset(SEQUENCES / Split.TRAIN, states, params, identity)
-    batches = list(train.make_loader(training, HIDDEN_SIZE, CPU, 0))
+    training = SequenceDataset(SEQUENCES / Split.TRAIN, states, params, identity)
+    batches = list(make_loader(training, HIDDEN_SIZE, CPU, 0, num_parts=1))
     assert training.counts() == {
         "rows_in": 5,
         "sequences": 4,
@@ -473,6 +507,28 @@ def test_a_loss_that_is_no_number_stops_the_run() -> None:
         curve.after_step(Bar("training", 10, "steps"))
 
 
+def test_one_that_shows_between_the_measured_steps_is_in_no_checkpoint(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10 steps the first and the last are measured; the weights break behind the sixth."""
+    monkeypatch.setattr(train, "CURVE_POINTS", 1)
+    write_params(project, train={"num_steps": 10, "checkpoint_steps": 4})
+    step = DraftTrainer._optimizers_step
+
+    def break_weights(trainer: DraftTrainer) -> None:
+        step(trainer)
+        if trainer.global_step == 5:
+            next(p for p in trainer.model.parameters() if p.requires_grad).data.fill_(float("nan"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DraftTrainer, "_optimizers_step", break_weights)
+        with pytest.raises(BadRun, match="loss is nan at step 8"):
+            train.main()
+    assert not Path("models/draft").exists()
+    train.main()
+    assert metrics()["held_out"]["loss"] > 0
+
+
 def test_nothing_supervised_is_an_error(project: Path, verifier: Qwen3ForCausalLM) -> None:
     rows = [sequence(i) | {"loss_mask": [0] * 10} for i in range(4)]
     write_sequences(project, rows)
@@ -527,7 +583,45 @@ def test_a_weight_of_none_for_the_reasoning_is_training_on_the_answer(
     assert trained(whole, 0.5) != trained(whole, 1.0)
 
 
+def test_a_weight_of_none_leaves_nothing_of_answers_cut_in_the_reasoning(
+    project: Path, verifier: Qwen3ForCausalLM
+) -> None:
+    write_params(project, train={"reasoning_weight": 0.0})
+    cut = {"answer_start": 10, "answer_end": 10, "reasoning_end": 10}
+    write_sequences(project, [sequence(0), *(sequence(i) | cut for i in range(1, 8))], 1)
+    write_states(project, verifier)
+    with pytest.raises(DataError, match="no supervised token in 7 sequences"):
+        train.main()
+
+
 # Killed and resumed
+
+
+def test_a_damaged_checkpoint_is_said_and_training_starts_anew(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train.main()
+    whole = results()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save_draft", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            train.main()
+    [last] = train.IN_PROGRESS.glob("*/last.pt")
+    last.write_bytes(last.read_bytes()[:1000])
+    train.main()
+    assert f"{last} is damaged" in capsys.readouterr().out
+    assert results() == whole
+
+
+def test_a_finished_run_leaves_the_progress_of_another(project: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save_draft", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            train.main()
+    write_params(project, train={"seed": 1})
+    (train.IN_PROGRESS / "stray").touch()
+    train.main()
+    assert len(list(train.IN_PROGRESS.glob("*/last.pt"))) == 1
 
 
 class Killed(BaseException):

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import trial
+from experiments import report, trial
 from experiments.variant import cut
 
 
@@ -40,3 +40,45 @@ def test_the_summary_has_median_and_spread_of_the_seeds() -> None:
     rows = pd.DataFrame({"arm": ["x"] * 3 + ["y"], "acceptance_length": [1.0, 4.0, 2.0, 3.0]})
     assert trial.summary(rows).loc["x"].tolist() == [2.0, 1.0, 4.0]
     assert trial.summary(rows).index.tolist() == ["x", "y"]
+
+
+# What the committed runs show
+
+
+def committed(experiment: str) -> pd.DataFrame:
+    """Acceptance length by seed and arm."""
+    table = pd.read_csv(trial.TABLE)
+    rows = table[table["experiment"] == experiment]
+    return rows.pivot(index="seed", columns="arm", values="acceptance_length")
+
+
+def test_reasoning_in_the_data_is_worth_two_and_a_half_times_the_acceptance() -> None:
+    lengths = committed("reasoning")
+    assert len(lengths) == 3
+    assert (lengths["keep"] >= 2.5 * lengths["empty"]).all()
+    assert (lengths["keep"] >= 2.5 * lengths["drop"]).all()
+
+
+def test_the_recipe_beats_the_stock_one_on_each_seed() -> None:
+    lengths = committed("recipe").loc[[0, 1, 2]]
+    assert (lengths["ours"] > lengths["stock"]).all()
+
+
+def test_the_tables_of_the_docs_are_those_of_the_committed_runs() -> None:
+    everything = pd.read_csv(trial.TABLE)
+    for experiment, page in report.PAGES.items():
+        rows = everything[everything["experiment"] == experiment]
+        assert report.table(rows) in (trial.ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+def test_a_table_has_the_best_arm_first_and_median_least_and_most() -> None:
+    columns = dict.fromkeys(report.COLUMNS, 0.5)
+    rows = pd.DataFrame(
+        [
+            {"arm": arm, "supervised_tokens": 1200, **columns, "acceptance_length": length}
+            for arm, length in [("a", 1.0), ("b", 2.0), ("b", 4.0), ("b", 2.5)]
+        ]
+    )
+    lines = report.table(rows).splitlines()
+    assert lines[2].startswith("| b | 3 | 1,200 | 2.500 (2.000 – 4.000) | 0.500 ")
+    assert lines[3].startswith("| a | 1 | 1,200 | 1.000 (1.000 – 1.000) | ")

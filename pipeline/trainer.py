@@ -17,6 +17,7 @@ not: bit for bit, where the device computes the same twice.
 """
 
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ from pipeline.resume import atomic_path
 # one process and for shards on many.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 PARTS = StateDictOptions(full_state_dict=True, strict=False)
+ACCURACY = re.compile(r"all_acc_\d+_epoch")
 
 
 class Checkpoints:
@@ -190,4 +192,4 @@ def expected_acceptance(metrics: dict[str, float]) -> float:
     """Tokens that a verification step would write if steps began at every token of the answers,
     not only where a server's begin: its own, and draft token k where all up to it are right (see
     pipeline.phases)."""
-    return 1 + sum(value for name, value in metrics.items() if name.startswith("all_acc_"))
+    return 1 + sum(value for name, value in metrics.items() if ACCURACY.fullmatch(name))

@@ -144,6 +144,8 @@ def test_training_makes_a_checkpoint_that_loads(project: Path, verifier: Qwen3Fo
     assert (found["sequences"], found["tokens"], found["supervised_tokens"]) == (6, 66, 42)
     assert (found["held_out"]["sequences"], found["held_out"]["supervised_tokens"]) == (2, 13)
     assert (found["steps"], found["sequences_cut"]) == (3, 0)
+    expected = 1 + sum(found["held_out"]["accuracy"].values())
+    assert found["held_out"]["expected_acceptance_length"] == pytest.approx(expected, abs=2e-4)
     curve = Path("reports/train_curve.csv").read_text().splitlines()
     assert curve[0].startswith("step,loss,loss_1,loss_2,accuracy_1,accuracy_2,reasoning_loss_1,")
     assert [line.split(",")[0] for line in curve[1:]] == ["1", "2", "3"]

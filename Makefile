@@ -8,10 +8,14 @@ READY  := .venv/.ready-$(REQUIREMENTS)
 VENV   := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PYTEST := .venv/bin/python -m pytest
 
+# What a clone can pull without an account; the states of the demo alone have a quarter gigabyte.
+SHARED     := data/verifier.json data/prompts data/traces data/sequences data/acceptance models/draft
+UNFINISHED := .cache/pull-unfinished
+
 export DVC_NO_ANALYTICS    := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup repro verifier inspect parity states-server verify-states \
+.PHONY: help setup repro pull push share compare verifier inspect parity states-server verify-states \
         test test-fast test-full perf experiment-reasoning lint format
 
 help:
@@ -29,9 +33,30 @@ $(READY): requirements/$(REQUIREMENTS).txt requirements/setup.sh requirements/na
 
 ## Runs the pipeline: every stage whose inputs, code or params changed, then the summary
 repro: setup
+	@[ ! -e $(UNFINISHED) ] || { echo "repro: the last 'make pull' did not finish, and what it did \
+	not bring would be computed anew: run it again, or 'rm $(UNFINISHED)' to compute it" >&2; exit 1; }
 	@.venv/bin/python -m pipeline.params
 	$(VENV) dvc repro
 	.venv/bin/python -m pipeline.summary
+
+## Brings what another machine computed, less the hidden states, or TARGETS=... (docs/dvc.md)
+pull: setup
+	@mkdir -p $(dir $(UNFINISHED)) && touch $(UNFINISHED)
+	$(VENV) dvc pull $(or $(TARGETS),$(SHARED))
+	@rm $(UNFINISHED)
+
+## Sends all outputs, or TARGETS=..., to the default remote of DVC (docs/dvc.md)
+push: setup
+	$(VENV) python -m pipeline.push $(TARGETS)
+
+## Puts this run into remote/, in place of the one that is there: a clone gets it with `make pull`
+share: setup
+	rm -rf remote
+	$(VENV) dvc push -r shared $(SHARED)
+
+## Compares two revisions, params and results: make compare A=HEAD~1 B=HEAD
+compare: setup
+	@.venv/bin/python -m pipeline.compare "$(A)" "$(B)"
 
 ## Trains the tiny demo verifier in models/verifier anew and records it with DVC
 verifier: setup

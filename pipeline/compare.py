@@ -126,8 +126,8 @@ def is_below(name: str, parents: Iterable[str]) -> bool:
 def side_by_side(
     title: str, revisions: list[str], values: list[dict[str, Any]], *, only_changes: bool = False
 ) -> tuple[Table, int]:
-    """A line for each name, those that differ first, and how many are equal. What is nothing on both
-    sides is left out, unless it is there on one alone."""
+    """A line for each name, those that differ first, and how many are equal. What is nothing on
+    both sides is left out, but for a param that is new."""
     first, second = values
     names = list({**first, **second})
     changed = [

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ class Project:
     """A git and DVC working tree to run the pipeline in."""
 
     root: Path
+    extra_env: dict[str, str] = field(default_factory=dict)
 
     @property
     def env(self) -> dict[str, str]:
         """As in the activated .venv: what a person has who types `dvc repro`."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return {**os.environ, "PATH": path, "DVC_NO_ANALYTICS": "1", "NO_COLOR": "1"}
+        env = {**os.environ, "PATH": path, "DVC_NO_ANALYTICS": "1", "NO_COLOR": "1"}
+        return {**env, **self.extra_env}
 
     def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(

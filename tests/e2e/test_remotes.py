@@ -1,0 +1,166 @@
+"""What one machine computed, pulled by another: through the folder in git, S3, SSH and WebDAV."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import remotes
+from tests.e2e.conftest import ROOT, Project
+from tests.e2e.remotes import Remote
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+# As in the Makefile: all but the hidden states.
+SHARED = ["data/verifier.json", "data/prompts", "data/traces", "data/sequences"]
+SHARED += ["data/acceptance", "models/draft"]
+MB_IN_GIT = 8
+IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+MAKE = ("make", "-o", ".venv/.ready-cpu")  # without its set-up, and as if that were the newest
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    paths = [path for name in SHARED for path in [root / name, *(root / name).rglob("*")]]
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths if path.is_file()}
+
+
+@pytest.fixture
+def first(copy: Project) -> Project:
+    """The machine that computed, with all of it committed."""
+    (copy.root / ".venv").symlink_to(ROOT / ".venv")
+    shutil.rmtree(copy.root / "remote", ignore_errors=True)
+    commit(copy, "run")
+    return copy
+
+
+def commit(project: Project, message: str) -> None:
+    project.run("git", "add", "-A")
+    project.run("git", *IDENTITY, "commit", "-q", "--allow-empty", "-m", message)
+
+
+def clone_of(project: Project, target: Path) -> Project:
+    subprocess.run(["git", "clone", "-q", project.root, target], check=True)
+    (target / ".venv").symlink_to(ROOT / ".venv")
+    return Project(target)
+
+
+def use(project: Project, remote: Remote) -> None:
+    for name, value in remote.settings.items():
+        project.run("dvc", "remote", "modify", "--local", "mine", name, value)
+    project.extra_env = remote.env
+
+
+@pytest.mark.parametrize("storage", [remotes.s3, remotes.ssh, remotes.webdav])
+def test_what_one_clone_pushes_another_pulls(
+    first: Project, tmp_path: Path, storage: Callable[[Path], AbstractContextManager[Remote]]
+) -> None:
+    (tmp_path / "store").mkdir()
+    with storage(tmp_path / "store") as remote:
+        first.run("dvc", "remote", "add", "-d", "mine", remote.url)
+        commit(first, "a remote of our own")
+        second = clone_of(first, tmp_path / "second")
+        for project in (first, second):
+            use(project, remote)
+        first.run("dvc", "push", *SHARED)
+        second.run(*MAKE, "pull")
+        assert contents(second.root) == contents(first.root) != {}
+        config = (second.root / ".dvc/config").read_text()
+        assert not any(secret in config for secret in [remotes.PASSWORD, "keyfile"])
+
+
+def test_a_clone_has_all_but_the_states_from_git_alone(first: Project, tmp_path: Path) -> None:
+    """And runs nothing, when told that they may be missing."""
+    first.run(*MAKE, "share")
+    stored = [path for path in (first.root / "remote").rglob("*") if path.is_file()]
+    assert 0 < sum(path.stat().st_size for path in stored) <= MB_IN_GIT * 1e6
+    commit(first, "share")
+    second = clone_of(first, tmp_path / "second")
+    second.run(*MAKE, "pull")
+    assert contents(second.root) == contents(first.root)
+    assert second.repro("--allow-missing") == []
+    status = json.dumps(json.loads(second.run("dvc", "status", "--json").stdout.split("\n")[-2]))
+    assert "data/hidden_states" in status
+    assert not any(name in status for name in SHARED)
+
+
+def test_sharing_again_leaves_no_old_objects(first: Project) -> None:
+    first.run(*MAKE, "share")
+    old = first.root / "remote/files/md5/00/0123456789abcdef0123456789abcd"
+    old.parent.mkdir(parents=True, exist_ok=True)
+    old.write_bytes(b"of an earlier run")
+    first.run(*MAKE, "share")
+    assert not old.exists()
+
+
+def test_the_states_do_not_fit_into_git(first: Project) -> None:
+    done = first.run(*MAKE, "push", check=False)
+    assert done.returncode
+    assert "MB are too much for remote/, which is in git" in done.stdout
+    assert "dvc remote add -d mine s3://bucket/path" in done.stdout
+    assert not (first.root / "remote").exists()
+
+
+def test_after_a_failed_pull_nothing_is_computed_unasked(first: Project, tmp_path: Path) -> None:
+    """An object is missing; then the answers that someone paid for would be asked for again."""
+    first.run(*MAKE, "share")
+    commit(first, "share")
+    second = clone_of(first, tmp_path / "second")
+    lock = (first.root / "dvc.lock").read_text()
+    trace_hash = lock.split("path: data/traces\n")[-1].split("md5: ")[1][:32]
+    missing = second.root / "remote/files/md5" / trace_hash[:2] / trace_hash[2:]
+    missing = missing.with_name(missing.name + ".dir")
+    held = missing.read_bytes()
+    missing.unlink()
+    done = second.run(*MAKE, "pull", check=False)
+    assert done.returncode
+    assert trace_hash in done.stdout
+    stopped = second.run(*MAKE, "repro", check=False)
+    assert stopped.returncode
+    assert "the last 'make pull' did not finish" in stopped.stdout
+    assert not (second.root / "data/traces").exists()
+    missing.write_bytes(held)
+    second.run(*MAKE, "pull")
+    assert contents(second.root) == contents(first.root)
+
+
+def test_a_wrong_password_is_said_and_changes_nothing(first: Project, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    with remotes.webdav(tmp_path / "store") as remote:
+        first.run("dvc", "remote", "add", "-d", "mine", remote.url)
+        use(first, remote)
+        first.run("dvc", "push", *SHARED)
+        before = contents(first.root)
+        first.run("dvc", "remote", "modify", "--local", "mine", "password", "wrong")
+        shutil.rmtree(first.root / ".dvc/cache")
+        done = first.run(*MAKE, "pull", check=False)
+        assert done.returncode
+        assert contents(first.root) == before
+
+
+@pytest.mark.full
+def test_a_pull_that_was_killed_goes_on(first: Project, tmp_path: Path) -> None:
+    first.run(*MAKE, "share")
+    commit(first, "share")
+    second = clone_of(first, tmp_path / "second")
+    for delay in (0.5, 1.0, 1.5):
+        pull = subprocess.Popen(
+            [*MAKE, "pull"],
+            cwd=second.root,
+            env=second.env,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(delay)
+        os.killpg(pull.pid, signal.SIGKILL)
+        pull.wait()
+        assert (second.root / ".cache/pull-unfinished").exists()
+    second.run(*MAKE, "pull")
+    assert contents(second.root) == contents(first.root)

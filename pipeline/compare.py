@@ -136,19 +136,20 @@ def side_by_side(
         if first.get(name) != second.get(name)
         or (only_changes and (name in first) != (name in second))
     ]
-    equal = [name for name in names if name not in changed and first.get(name)]
+    equal = [name for name in names if name not in changed and (only_changes or first.get(name))]
     table = Table(title, *revisions, "", box=SIMPLE)
     for name in changed:
         before, after = first.get(name), second.get(name)
-        table.add_row(name, text_of(before), text_of(after), change(before, after), style="bold")
+        grown = change(before, after)
+        table.add_row(name, text_of(name, first), text_of(name, second), grown, style="bold")
     if not only_changes:
         for name in equal:
-            table.add_row(name, text_of(first[name]), text_of(second[name]), "", style="dim")
+            table.add_row(name, text_of(name, first), text_of(name, second), "", style="dim")
     return table, len(equal)
 
 
-def text_of(value: Any) -> str:
-    return "–" if value is None else str(value)
+def text_of(name: str, values: dict[str, Any]) -> str:
+    return json.dumps(values[name], ensure_ascii=False) if name in values else "–"
 
 
 def change(before: Any, after: Any) -> str:

@@ -94,6 +94,12 @@ def ran_stages(output: str) -> list[str]:
     return [line.split("'")[1] for line in output.splitlines() if line.startswith("Running stage")]
 
 
+def commit(project: Project, message: str) -> None:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    project.run("git", "add", "-A")
+    project.run("git", *identity, "commit", "-q", "--allow-empty", "-m", message)
+
+
 def clone_of_the_working_tree(target: Path) -> Project:
     """What git would have if everything here were committed, and no DVC cache."""
     listed = subprocess.run(
@@ -109,9 +115,7 @@ def clone_of_the_working_tree(target: Path) -> Project:
             shutil.copy2(ROOT / name, target / name)
     project = Project(target)
     project.run("git", "init", "-q")
-    project.run("git", "add", "-A")
-    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
-    project.run("git", *identity, "commit", "-qm", "clone")
+    commit(project, "clone")
     return project
 
 

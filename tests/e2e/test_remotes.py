@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import remotes
-from tests.e2e.conftest import ROOT, Project
+from tests.e2e.conftest import ROOT, Project, commit
 from tests.e2e.remotes import Remote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 SHARED = ["data/verifier.json", "data/prompts", "data/traces", "data/sequences"]
 SHARED += ["data/acceptance", "models/draft"]
 MB_IN_GIT = 8
-IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@localhost")
 MAKE = ("make", "-o", ".venv/.ready-cpu")  # without its set-up, and as if that were the newest
 
 
@@ -38,11 +37,6 @@ def first(copy: Project) -> Project:
     shutil.rmtree(copy.root / "remote", ignore_errors=True)
     commit(copy, "run")
     return copy
-
-
-def commit(project: Project, message: str) -> None:
-    project.run("git", "add", "-A")
-    project.run("git", *IDENTITY, "commit", "-q", "--allow-empty", "-m", message)
 
 
 def clone_of(project: Project, target: Path) -> Project:

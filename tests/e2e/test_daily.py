@@ -1,0 +1,100 @@
+"""DVC as its users live with it: experiments, comparing, going back, two at once."""
+
+import json
+import math
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Project, commit, ran_stages
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture
+def committed(copy: Project) -> Project:
+    commit(copy, "run")
+    return copy
+
+
+def values(metrics: Any) -> Iterator[Any]:
+    if isinstance(metrics, dict):
+        for value in metrics.values():
+            yield from values(value)
+    else:
+        yield metrics
+
+
+def test_going_back_brings_everything_back_without_computing(committed: Project) -> None:
+    runs = committed.root / "data/acceptance/runs.parquet"
+    before = runs.read_bytes()
+    committed.set_params(evaluate__max_draft_tokens=4, evaluate__context_bins=[100])
+    assert committed.repro() == ["evaluate"]
+    commit(committed, "fewer draft tokens")
+    assert runs.read_bytes() != before
+    committed.run("git", "checkout", "-q", "HEAD~1")
+    committed.run("dvc", "checkout")
+    assert runs.read_bytes() == before
+    assert committed.repro() == []
+
+
+def test_diffs_tell_what_was_changed_and_what_it_did(committed: Project) -> None:
+    committed.set_params(evaluate__max_draft_tokens=4)
+    committed.repro()
+    params = json.loads(committed.run("dvc", "params", "diff", "--json").stdout)
+    assert params == {
+        "params.yaml": {"evaluate.max_draft_tokens": {"old": 5, "new": 4, "diff": -1}}
+    }
+    metrics = json.loads(committed.run("dvc", "metrics", "diff", "--json").stdout)["diff"]
+    names = list(metrics["reports/evaluate.json"])
+    assert names == sorted(names)
+    assert names  # those of the fifth draft token are gone
+    assert all(name.startswith("by_num_draft_tokens.5.") for name in names)
+    shown = json.loads(committed.run("dvc", "metrics", "show", "--json").stdout)
+    for value in values(shown):
+        assert not (isinstance(value, float) and not math.isfinite(value))
+
+
+def test_compare_puts_what_changed_first(committed: Project) -> None:
+    committed.set_params(benchmark__num_draft_tokens=2)
+    committed.repro("evaluate")
+    lines = committed.run("python", "-m", "pipeline.compare", "HEAD").stdout.splitlines()
+    lines = [" ".join(line.split()) for line in lines]
+    assert "benchmark.num_draft_tokens 3 2 -1" in lines
+    lengths = [line for line in lines if line.startswith("evaluate.acceptance_length.")]
+    first_equal = lines.index("train.best_step 320 320")
+    assert len(lengths) == 3
+    assert all(lines.index(line) < first_equal for line in lengths)
+
+
+def test_an_experiment_runs_beside_the_work(committed: Project) -> None:
+    """In the folder, and in one of its own, as a queued one does."""
+    change = ("-S", "evaluate.context_bins=[100,200]")
+    done = committed.run("dvc", "exp", "run", "--temp", "-n", "aside", *change)
+    assert ran_stages(done.stdout) == ["evaluate"]
+    assert committed.run("git", "status", "--porcelain").stdout == ""
+    assert "aside" in committed.run("dvc", "exp", "list").stdout
+    committed.run("dvc", "exp", "apply", "aside")
+    report = json.loads((committed.root / "reports/evaluate.json").read_text())
+    assert list(report["by_context"]) == ["above_200", "to_100", "to_200"]
+
+
+def test_the_second_of_two_runs_says_who_holds_the_lock(committed: Project) -> None:
+    committed.set_params(train__seed=1)
+    first = subprocess.Popen(
+        ["dvc", "repro", "train"],
+        cwd=committed.root,
+        env=committed.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    time.sleep(8)
+    assert first.poll() is None
+    second = committed.run("dvc", "repro", "train", check=False)
+    assert second.returncode
+    assert str(first.pid) in second.stdout
+    first.terminate()
+    first.communicate()

@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +17,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 def committed(copy: Project) -> Project:
     commit(copy, "run")
     return copy
-
-
-def values(metrics: Any) -> Iterator[Any]:
-    if isinstance(metrics, dict):
-        for value in metrics.values():
-            yield from values(value)
-    else:
-        yield metrics
 
 
 def test_going_back_brings_everything_back_without_computing(committed: Project) -> None:
@@ -48,14 +39,26 @@ def test_diffs_tell_what_was_changed_and_what_it_did(committed: Project) -> None
     assert params == {
         "params.yaml": {"evaluate.max_draft_tokens": {"old": 5, "new": 4, "diff": -1}}
     }
-    metrics = json.loads(committed.run("dvc", "metrics", "diff", "--json").stdout)["diff"]
+    metrics = json.loads(committed.run("dvc", "metrics", "diff", "--json").stdout)
+    assert list(metrics) == ["reports/evaluate.json"]
     names = list(metrics["reports/evaluate.json"])
-    assert names == sorted(names)
     assert names  # those of the fifth draft token are gone
     assert all(name.startswith("by_num_draft_tokens.5.") for name in names)
-    shown = json.loads(committed.run("dvc", "metrics", "show", "--json").stdout)
-    for value in values(shown):
-        assert not (isinstance(value, float) and not math.isfinite(value))
+
+
+def test_reports_have_sorted_names_and_finite_numbers(finished: Project) -> None:
+    """So that a diff of two of them shows what changed and nothing else."""
+    for path in (finished.root / "reports").glob("*.json"):
+        assert_sorted_and_finite(json.loads(path.read_text()), path.stem)
+
+
+def assert_sorted_and_finite(value: Any, name: str) -> None:
+    if isinstance(value, dict):
+        assert list(value) == sorted(value), name
+        for key, below in value.items():
+            assert_sorted_and_finite(below, f"{name}.{key}")
+    else:
+        assert not (isinstance(value, float) and not math.isfinite(value)), name
 
 
 def test_compare_puts_what_changed_first(committed: Project) -> None:

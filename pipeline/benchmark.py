@@ -32,7 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.client import Answer, Request, ask_all, run
 from pipeline.errors import DataError, ServerError
-from pipeline.params import NEUTRAL_SAMPLING, Benchmark, Params, load_params
+from pipeline.params import NEUTRAL_SAMPLING, Benchmark, Params, Verifier, load_params
 from pipeline.progress import Bar, progress_bar
 from pipeline.reasoning import loop_period
 from pipeline.records import DRAFT, PROMPTS_PATH, PROVENANCE, Split, in_words
@@ -174,6 +174,14 @@ def server_args(params: Benchmark) -> dict[str, list[str]]:
     }
 
 
+def equipped(verifier: Verifier) -> Verifier:
+    """With as many threads for n-gram, whose search is numba's, as for all else: threads of its own
+    that wait for each other made it five times slower on a busy machine."""
+    threads = verifier.server_env.get("OMP_NUM_THREADS")
+    more = {"NUMBA_NUM_THREADS": threads} if threads else {}
+    return verifier.model_copy(update={"server_env": {**more, **verifier.server_env}})
+
+
 def modes_of(params: Params) -> list[Mode]:
     """The main one first: greedy, and thinking as the draft was trained."""
     thinking = params.generate.thinking
@@ -217,7 +225,7 @@ def measure(
         num_passes = len(names) * len(rounds)
         total = (num_passes + (number == 0)) * len(asked[modes[0]])
         with (
-            serve_all(params.verifier, {name: args[name] for name in names}) as endpoints,
+            serve_all(equipped(params.verifier), {name: args[name] for name in names}) as endpoints,
             progress_bar(f"benchmarking {', '.join(names)}", total, "answers") as bar,
         ):
             if number == 0:

@@ -26,7 +26,12 @@ class Bar:
     def __init__(self, label: str, total: int, unit: str) -> None:
         self.label, self.total, self.unit = label, total, unit
         self.done, self.note = 0, ""
+        self._begun_at = 0
         self._started = self._last_line = time.monotonic()
+
+    def begin_at(self, done: int) -> None:
+        """So many were done before, which says nothing about the rate."""
+        self.done = self._begun_at = done
 
     def advance(self, amount: int = 1, note: str | None = None) -> None:
         self.done += amount
@@ -42,7 +47,7 @@ class Bar:
         self._last_line = now
         if now - self._started < SECONDS_WORTH_A_LINE:
             return
-        rate = self.done / max(now - self._started, 1e-9)
+        rate = (self.done - self._begun_at) / max(now - self._started, 1e-9)
         left = (self.total - self.done) / rate if rate else float("inf")
         end = f"{left:.0f} s left" if self.done < self.total else f"in {now - self._started:.0f} s"
         note = f", {self.note}" if self.note else ""
@@ -61,7 +66,7 @@ class _LiveBar(Bar):
         self._task = progress.add_task(label, total=total, note="")
 
     def _show(self) -> None:
-        rate = self.done / max(time.monotonic() - self._started, 1e-9)
+        rate = (self.done - self._begun_at) / max(time.monotonic() - self._started, 1e-9)
         note = f"{rate:.1f} {self.unit}/s" + (f", {self.note}" if self.note else "")
         self._progress.update(self._task, total=self.total, completed=self.done, note=note)
 

@@ -321,12 +321,16 @@ def main() -> None:
             held_out.check_fates()
 
         bar = stack.enter_context(progress_bar("training", params.train.num_steps, "steps"))
-        bar.advance(trainer.go_on())
+        if done := trainer.go_on():
+            print(f"goes on behind step {done} of {params.train.num_steps}")
+            bar.begin_at(done)
         curve = Curve(trainer.train_curve)
         handlers: list[logging.Handler] = [curve]
         if params.train.tensorboard and is_first:
             handlers.append(TensorBoardHandler(run_name=key[:12], log_dir=LOGS / "tensorboard"))
         with hearing(*handlers):
+            if params.train.init_from and not done:
+                trainer.judge()  # what training does not improve stays
             trainer.run(lambda: curve.after_step(bar), check_fates)
         weights = trainer.weights()
         if is_first:

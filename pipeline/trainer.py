@@ -146,20 +146,26 @@ class DraftTrainer(Trainer):
         weights: dict[str, Any] = get_model_state_dict(self.model, options=WHOLE)
         return weights
 
-    def _checkpoint(self, before_save: Callable[[], None]) -> None:
+    def judge(self) -> dict[str, torch.Tensor]:
+        """Measure the draft on the held-out sequences, and keep its weights if it is the best so
+        far. Returns what is trained of them, as `weights` does. Raises BadRun as `run` does."""
         metrics = self.val_epoch(0)
         self.model.train()
         check_finite(metrics["loss_epoch"], self.global_step)
-        before_save()
         point = {"step": self.global_step, "acceptance": expected_acceptance(metrics), **metrics}
         self.held_out.append(point)
-        # Gathered by all processes, written by the first.
         trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
         weights = {name: one for name, one in self.weights().items() if name in trained}
-        optimizers = get_optimizer_state_dict(self.model, self.optimizers, options=WHOLE)
         if point["acceptance"] > self.best["acceptance"]:
             self.best = point
             self._best_weights = {name: one.clone() for name, one in weights.items()}
+        return weights
+
+    def _checkpoint(self, before_save: Callable[[], None]) -> None:
+        # Gathered by all processes, written by the first.
+        weights = self.judge()
+        before_save()
+        optimizers = get_optimizer_state_dict(self.model, self.optimizers, options=WHOLE)
         if self.rank == 0:
             self._checkpoints.save(
                 {

@@ -23,6 +23,7 @@ from pipeline.benchmark import (
     acceptance_length,
     check_thinking,
     distinct_bigram_fraction,
+    equipped,
     fault_of,
     measure,
     modes_of,
@@ -595,3 +596,13 @@ def test_acceptance_by_position_has_every_position_in_order():
 )
 def test_repetition_shows_in_the_fraction_of_distinct_bigrams(token_ids, fraction):
     assert distinct_bigram_fraction(token_ids) == fraction
+
+
+def test_ngram_gets_as_many_threads_as_all_else() -> None:
+    params = load_params()
+    found = equipped(params.verifier).server_env
+    assert found == {**params.verifier.server_env, "NUMBA_NUM_THREADS": "1"}
+    unlimited = params.verifier.model_copy(update={"server_env": {"A": "1"}})
+    assert equipped(unlimited).server_env == {"A": "1"}
+    own = {"OMP_NUM_THREADS": "4", "NUMBA_NUM_THREADS": "2"}
+    assert equipped(params.verifier.model_copy(update={"server_env": own})).server_env == own

@@ -35,6 +35,18 @@ def test_long_work_says_a_line_now_and_then_and_one_at_the_end(clock, capsys):
     ]
 
 
+def test_what_was_done_before_says_nothing_about_the_rate(clock, capsys):
+    with progress.progress_bar("training", 120, "steps") as bar:
+        bar.begin_at(80)
+        for _ in range(40):
+            clock.now += 0.5
+            bar.advance()
+    assert capsys.readouterr().out.splitlines() == [
+        "training: 100/120 steps, 2.0/s, 10 s left",
+        "training: 120/120 steps, 2.0/s, in 20 s",
+    ]
+
+
 def test_waiting_says_what_for_and_how_long_it_took(clock, capsys):
     with progress.waiting("starting vLLM"):
         clock.now += 31

@@ -318,6 +318,22 @@ def test_training_goes_on_from_a_draft_and_keeps_its_vocabulary(
     assert config["speculators_config"]["verifier"]["name_or_path"] == "models/verifier"
 
 
+@pytest.mark.parametrize(("acceptance", "best_step"), [([3.0, 2.0, 1.0], 0), ([1.0, 2.0, 3.0], 4)])
+def test_a_draft_that_training_makes_no_better_stays_as_it_was(
+    project: Path, monkeypatch: pytest.MonkeyPatch, acceptance: list[float], best_step: int
+) -> None:
+    folder = first_draft(project)
+    write_params(project, train={"init_from": "first", "num_steps": 4, "checkpoint_steps": 2})
+    measured = iter(acceptance)
+    monkeypatch.setattr("pipeline.trainer.expected_acceptance", lambda _: next(measured))
+    train.main()
+    assert pd.read_csv(train.HELD_OUT_CURVE)["step"].tolist() == [0, 2, 4]
+    assert metrics()["best_step"] == best_step
+    before, after = (load_file(f / "model.safetensors") for f in (folder, Path("models/draft")))
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    assert same == (best_step == 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

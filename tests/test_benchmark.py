@@ -40,7 +40,18 @@ from pipeline.params import Benchmark, load_params
 from pipeline.progress import Bar
 from pipeline.resume import write_json
 from pipeline.server import Endpoint
-from tests.fake_server import END, MODEL, THINK, VERSION, Act, FakeServer, fail, ids
+from tests.fake_server import (
+    END,
+    MODEL,
+    THINK,
+    VERSION,
+    Act,
+    FakeServer,
+    drop_token_ids,
+    edited,
+    fail,
+    ids,
+)
 
 # As vLLM 0.32 prints them, two engines' counters among others.
 METRICS = """\
@@ -123,8 +134,10 @@ def speculating(server: FakeServer, drafts: int, accepted: int) -> Act:
         ([1, 2] * 24 + [3, END], None),
         (list(range(100)), None),
         ([END], None),
+        ([], Rejected.EMPTY),
     ],
-    ids=["loop", "ended loop", "garbage", "ended garbage", "short", "got out", "sound", "empty"],
+    ids=["loop", "ended loop", "garbage", "ended garbage", "short", "got out", "sound"]
+    + ["only ended", "empty"],
 )
 def test_an_answer_that_ends_in_a_loop_is_unsound_whether_it_was_cut_or_not(token_ids, fault):
     assert fault_of(token_ids) == fault
@@ -156,6 +169,12 @@ def test_a_question_too_long_for_the_server_is_left_out(server, endpoint):
 def test_a_round_with_an_unanswered_question_measures_nothing(server, endpoint):
     server.always(fail(500, "broken"))
     with pytest.raises(ServerError, match=r"^draft, here: a question is left unanswered: .*broken"):
+        ask(endpoint, "Q")
+
+
+def test_a_server_without_token_ids_cannot_be_measured(server, endpoint):
+    server.always(edited(drop_token_ids))
+    with pytest.raises(ServerError, match="here: the server returns no token ids"):
         ask(endpoint, "Q")
 
 
@@ -441,7 +460,7 @@ def other() -> Round:
 def test_the_report_is_what_a_hand_calculates(rounds, other, settings):
     main = {
         "num_answered": 2,
-        "rejected": {"refused": 1, "loop": 0, "garbage": 0},
+        "rejected": {"refused": 1, "loop": 0, "garbage": 0, "empty": 0},
         "generated_tokens": 6,
         "tokens_per_answer": {"plain": 3.0, "draft": 3.0, "ngram": 3.0},
         # of a 2 pairs of 3, of b 1 of 1
@@ -491,7 +510,7 @@ def test_the_report_is_what_a_hand_calculates(rounds, other, settings):
                 "thinking": False,
                 "temperature": 0.6,
                 "num_answered": 1,
-                "rejected": {"refused": 1, "loop": 1, "garbage": 0},
+                "rejected": {"refused": 1, "loop": 1, "garbage": 0, "empty": 0},
                 "generated_tokens": 4,
                 "tokens_per_answer": {"plain": 4.0, "draft": 4.0, "ngram": 5.0},
                 "distinct_bigram_fraction": {"plain": 0.6667, "draft": 0.6667, "ngram": 1.0},
@@ -539,7 +558,7 @@ def test_an_answer_of_the_draft_that_loops_is_no_identical_one(rounds, settings)
     report = report_of(rounds, {}, 2, settings)
     assert report["lossless_fraction"] == 0.5
     assert report["num_answered"] == 1
-    assert report["rejected"] == {"refused": 0, "loop": 1, "garbage": 0}
+    assert report["rejected"] == {"refused": 0, "loop": 1, "garbage": 0, "empty": 0}
     # of a alone: 70 of 30 drafts; 4 tokens in 2 s over 4 in 4 s
     assert report["acceptance_length"]["draft"] == 3.3333
     assert report["speedup_spread"]["draft"] == {"min": 1.333, "max": 3.0}
@@ -558,7 +577,7 @@ def test_of_another_mode_in_which_nothing_counts_only_that_is_said(rounds, other
         "thinking": False,
         "temperature": 0.6,
         "num_answered": 0,
-        "rejected": {"refused": 0, "loop": 0, "garbage": 2},
+        "rejected": {"refused": 0, "loop": 0, "garbage": 2, "empty": 0},
         "generated_tokens": 0,
     }
 

@@ -136,8 +136,10 @@ def speculating(server: FakeServer, drafts: int, accepted: int) -> Act:
         ([END], None),
         ([], Rejected.EMPTY),
     ],
-    ids=["loop", "ended loop", "garbage", "ended garbage", "short", "got out", "sound"]
-    + ["only ended", "empty"],
+    ids=[
+        *("loop", "ended loop", "garbage", "ended garbage", "short", "got out", "sound"),
+        *("only ended", "empty"),
+    ],
 )
 def test_an_answer_that_ends_in_a_loop_is_unsound_whether_it_was_cut_or_not(token_ids, fault):
     assert fault_of(token_ids) == fault

@@ -25,8 +25,9 @@ from rich.table import Table
 
 from pipeline.errors import PipelineError, UserError
 from pipeline.params import PARAMS_PATH
+from pipeline.stage import STAGES
+from pipeline.summary import REPORTS
 
-REPORTS = Path("reports")
 WORKSPACE = "workspace"
 # Parts of the table, and the names in the reports that each shows: all below the name, if it has
 # any.
@@ -61,7 +62,6 @@ PARTS = {
         "benchmark.lossless_fraction",
     ],
 }
-STAGES = ("prompts", "generate", "reassemble", "extract", "train", "evaluate", "benchmark")
 
 
 def main() -> None:

@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +90,40 @@ class Project:
             except (psutil.Error, OSError):
                 continue
         return found
+
+    def processes_left(self) -> list[str]:
+        """Those that have not ended after a minute."""
+        deadline = time.monotonic() + 60
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return self.processes()
+
+
+# How a run of DVC ends
+
+
+Run = subprocess.Popen[bytes]  # of DVC, in a session of its own as in a terminal
+
+
+def ctrl_c(dvc: Run) -> None:
+    os.killpg(dvc.pid, signal.SIGINT)
+
+
+def terminate_the_group(dvc: Run) -> None:
+    os.killpg(dvc.pid, signal.SIGTERM)
+
+
+def terminate_dvc(dvc: Run) -> None:
+    dvc.terminate()
+
+
+def kill_dvc(dvc: Run) -> None:
+    dvc.kill()
+
+
+def kill_the_stage(dvc: Run) -> None:
+    [stage] = [child for child in psutil.Process(dvc.pid).children() if child.name() != "sh"]
+    stage.kill()
 
 
 def ran_stages(output: str) -> list[str]:

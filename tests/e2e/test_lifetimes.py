@@ -1,41 +1,24 @@
 """However a run ends, under either shell: no server of a stage is left behind."""
 
-import os
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 
-import psutil
 import pytest
 
-from tests.e2e.conftest import Project
+from tests.e2e.conftest import (
+    Project,
+    Run,
+    ctrl_c,
+    kill_dvc,
+    kill_the_stage,
+    terminate_dvc,
+    terminate_the_group,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-Run = subprocess.Popen[bytes]  # of DVC, in a session of its own as in a terminal
-
-
-def ctrl_c(dvc: Run) -> None:
-    os.killpg(dvc.pid, signal.SIGINT)
-
-
-def terminate_the_group(dvc: Run) -> None:
-    os.killpg(dvc.pid, signal.SIGTERM)
-
-
-def terminate_dvc(dvc: Run) -> None:
-    dvc.terminate()
-
-
-def kill_dvc(dvc: Run) -> None:
-    dvc.kill()
-
-
-def kill_the_stage(dvc: Run) -> None:
-    [stage] = [child for child in psutil.Process(dvc.pid).children() if child.name() != "sh"]
-    stage.kill()
 
 
 def ask_again(project: Project) -> None:
@@ -78,10 +61,7 @@ def test_no_server_is_left(
     time.sleep(5)  # somewhere in its start
     end(dvc)
     dvc.wait(120)
-    deadline = time.monotonic() + 60
-    while copy.processes() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert copy.processes() == []
+    assert copy.processes_left() == []
 
 
 def wait_for(condition: Callable[[], bool], dvc: Run) -> None:

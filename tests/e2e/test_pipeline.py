@@ -1,8 +1,6 @@
 """The whole pipeline for real: vLLM, speculators and DVC, with the params that ship."""
 
 import json
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +16,16 @@ from transformers import AutoTokenizer
 
 from pipeline.resume import read_jsonl
 from pipeline.sequences import load_split
-from tests.e2e.conftest import ROOT, Project, clone_of_the_working_tree
+from tests.e2e.conftest import (
+    ROOT,
+    Project,
+    Run,
+    clone_of_the_working_tree,
+    ctrl_c,
+    kill_dvc,
+    kill_the_stage,
+    terminate_dvc,
+)
 from tests.test_probe import AS_VLLM
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -230,23 +236,6 @@ def interrupted(tmp_path: Path) -> Project:
     return clone_of_the_working_tree(tmp_path)
 
 
-def ctrl_c(project: Project, dvc: subprocess.Popen[bytes]) -> None:
-    os.killpg(dvc.pid, signal.SIGINT)
-
-
-def kill_dvc(project: Project, dvc: subprocess.Popen[bytes]) -> None:
-    dvc.kill()
-
-
-def terminate_dvc(project: Project, dvc: subprocess.Popen[bytes]) -> None:
-    dvc.terminate()
-
-
-def kill_the_stage(project: Project, dvc: subprocess.Popen[bytes]) -> None:
-    [stage] = [child for child in psutil.Process(dvc.pid).children() if child.name() != "sh"]
-    stage.kill()
-
-
 @pytest.mark.parametrize(
     "end",
     [
@@ -257,7 +246,7 @@ def kill_the_stage(project: Project, dvc: subprocess.Popen[bytes]) -> None:
     ],
 )
 def test_an_end_at_any_moment_leaves_no_process_and_the_next_run_goes_on(
-    interrupted: Project, end: Callable[[Project, subprocess.Popen[bytes]], None]
+    interrupted: Project, end: Callable[[Run], None]
 ) -> None:
     project = interrupted
     journal = project.root / "data/traces/journal.jsonl"
@@ -271,12 +260,9 @@ def test_an_end_at_any_moment_leaves_no_process_and_the_next_run_goes_on(
     while not (journal.exists() and journal.read_bytes().count(b"\n") >= 40):
         assert dvc.poll() is None, "the run ended before it could be interrupted"
         time.sleep(0.05)
-    end(project, dvc)
+    end(dvc)
     dvc.wait()
-    deadline = time.monotonic() + 60
-    while project.processes() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert project.processes() == []
+    assert project.processes_left() == []
     kept = [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
     assert len(kept) >= 40
     assert project.repro("generate") == ["generate"]

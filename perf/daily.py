@@ -1,0 +1,152 @@
+"""DVC day by day at 10,000 samples: what `dvc repro` costs when there is little or nothing to do.
+
+In a clone of the last commit, with questions drawn as the demo's own were, the real pipeline runs
+from nothing. Its training and benchmark are cut short: they cost the same however little changed.
+
+    noop_repro_10k_s            `dvc repro`, nothing to do
+    concurrency_change_…        `dvc repro` after another `generate.concurrency`: seconds, requests
+    cap_plus_10_percent_cost    `dvc repro extract` after a tenth more `prompts.sample_cap`, over the
+                                same from nothing: the part of the pipeline that can keep what it has
+    cap_plus_10_percent_requests    questions sent then, those of the probe among them
+    demo_pull_s                 `make pull` in a clone of the demo
+
+Run      python -m perf.daily                              # or, for a short trial:
+         python -m perf.daily --samples 300 --rounds 1
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import yaml
+
+from perf.project import ENVIRONMENT, ROOT
+from perf.report import publish, result, sizes
+from pipeline.demo_verifier.draw import make_question
+
+COMMAND = "python -m perf.daily"
+NUM_SAMPLES = 10_000
+NUM_ROUNDS = 5
+QUESTIONS = "data/raw/drawn.jsonl"
+NUM_STEPS = 32
+# Those that `prompts` may find to be the same question.
+SPARE = 1.05
+
+
+class Clone:
+    """Of the last commit, with the .venv of this tree."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
+        (folder / ".venv").symlink_to(ROOT / ".venv")
+        self.requests = folder / "logs/requests.txt"
+
+    def run(self, *command: str) -> float:
+        """Seconds that it took."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        env = {**os.environ, **ENVIRONMENT, "PATH": path, "DVC_NO_ANALYTICS": "1"}
+        start = time.monotonic()
+        subprocess.run(command, cwd=self.folder, env=env, check=True)
+        return time.monotonic() - start
+
+    def set_params(self, **values: object) -> None:
+        """`section__key=value`."""
+        path = self.folder / "params.yaml"
+        params = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for name, value in values.items():
+            section, key = name.split("__")
+            params[section][key] = value
+        path.write_text(yaml.safe_dump(params, sort_keys=False), encoding="utf-8")
+
+    def count_requests(self, server_args: list[str], server_env: dict[str, str]) -> None:
+        """From now on, those to the servers that its stages start."""
+        self.requests.parent.mkdir(exist_ok=True)
+        self.requests.touch()
+        self.set_params(
+            verifier__server_args=[*server_args, "--middleware", "perf.request_log.RequestLog"],
+            verifier__server_env={
+                **server_env,
+                "PYTHONPATH": str(self.folder),
+                "REQUEST_LOG": str(self.requests),
+            },
+        )
+
+    def questions_sent(self) -> int:
+        return self.requests.read_text().count("chat/completions")
+
+    def requests_sent(self) -> int:
+        return len(self.requests.read_text().splitlines())
+
+
+def main() -> None:
+    size, is_full = sizes(COMMAND, samples=NUM_SAMPLES, rounds=NUM_ROUNDS)
+    with TemporaryDirectory(prefix="perf-") as folder:
+        results = {
+            **at_scale(Clone(Path(folder) / "large"), size.samples, size.rounds),
+            "demo_pull_s": result(list(pulls(Path(folder), size.rounds)), COMMAND),
+        }
+    publish(results, is_full=is_full)
+
+
+def at_scale(clone: Clone, num_samples: int, num_rounds: int) -> dict[str, dict[str, object]]:
+    params = yaml.safe_load((clone.folder / "params.yaml").read_text(encoding="utf-8"))
+    more = num_samples // 10
+    draw_questions(clone.folder / QUESTIONS, num_samples + more)
+    num_held_out = params["prompts"]["num_held_out"]
+    clone.count_requests(params["verifier"]["server_args"], params["verifier"]["server_env"])
+    clone.set_params(
+        prompts__sources=[QUESTIONS],
+        prompts__sample_cap=num_samples - num_held_out,
+        generate__concurrency=128,
+        extract__dtype="bfloat16",
+        train__num_steps=NUM_STEPS,
+        train__checkpoint_steps=NUM_STEPS,
+        benchmark__num_prompts=8,
+        benchmark__temperatures=[0.0],
+        benchmark__both_thinking_modes=False,
+    )
+    whole_s = clone.run("dvc", "repro", "extract")
+    clone.run("dvc", "repro")
+    noop_s = [clone.run("dvc", "repro") for _ in range(num_rounds)]
+
+    requests = clone.requests_sent()
+    clone.set_params(generate__concurrency=64)
+    concurrency_s = clone.run("dvc", "repro")
+    concurrency_requests = clone.requests_sent() - requests
+
+    questions = clone.questions_sent()
+    clone.set_params(prompts__sample_cap=num_samples - num_held_out + more)
+    more_s = clone.run("dvc", "repro", "extract")
+    return {
+        "noop_repro_10k_s": result(noop_s, COMMAND),
+        "concurrency_change_s": result([concurrency_s], COMMAND),
+        "concurrency_change_requests": result([concurrency_requests], COMMAND),
+        "cap_plus_10_percent_cost": result([more_s / whole_s], COMMAND),
+        "cap_plus_10_percent_requests": result([clone.questions_sent() - questions], COMMAND),
+    }
+
+
+def draw_questions(path: Path, count: int) -> None:
+    rng = Random(0)
+    drawn: dict[str, None] = {}
+    while len(drawn) < count * SPARE:
+        drawn[make_question(rng).question] = None
+    rows = ({"messages": [{"role": "user", "content": question}]} for question in drawn)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def pulls(folder: Path, num_rounds: int) -> Iterator[float]:
+    for turn in range(num_rounds):
+        # -o: the .venv is there and need not be made anew for a clone whose files are newer.
+        yield Clone(folder / f"pull-{turn}").run("make", "-o", ".venv/.ready-cpu", "pull")
+
+
+if __name__ == "__main__":
+    main()

@@ -100,6 +100,7 @@ perf: setup
 	.venv/bin/python -m perf.extraction
 	.venv/bin/python -m perf.states
 	.venv/bin/python -m perf.training
+	.venv/bin/python -m perf.daily
 	.venv/bin/python -m perf.report
 
 ## Trains drafts with and without reasoning in their data (reports/experiments.csv)

@@ -3,12 +3,11 @@
 In a clone of the last commit, with questions drawn as the demo's own were, the real pipeline runs
 from nothing. Its training and benchmark are cut short: they cost the same however little changed.
 
-    noop_repro_10k_s            `dvc repro`, nothing to do
-    concurrency_change_…        `dvc repro` after another `generate.concurrency`: seconds, requests
-    cap_plus_10_percent_cost    `dvc repro extract` after a tenth more `prompts.sample_cap`, over the
-                                same from nothing: the part of the pipeline that can keep what it has
-    cap_plus_10_percent_requests    questions sent then, those of the probe among them
-    demo_pull_s                 `make pull` in a clone of the demo
+    noop_repro_10k_s        `dvc repro`, nothing to do
+    concurrency_change_…    `dvc repro` after another `generate.concurrency`: time, questions sent
+    cap_plus_10_percent_…   `dvc repro extract` after `prompts.sample_cap` grew by a tenth: its time
+                            over that of the same from nothing; questions sent, the probe's too
+    demo_pull_s             `make pull` in a clone of the demo
 
 Run      python -m perf.daily                              # or, for a short trial:
          python -m perf.daily --samples 300 --rounds 1
@@ -46,7 +45,6 @@ class Clone:
         self.folder = folder
         subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
         (folder / ".venv").symlink_to(ROOT / ".venv")
-        self.requests = folder / "logs/requests.txt"
 
     def run(self, *command: str) -> float:
         """Seconds that it took."""
@@ -65,24 +63,15 @@ class Clone:
             params[section][key] = value
         path.write_text(yaml.safe_dump(params, sort_keys=False), encoding="utf-8")
 
-    def count_requests(self, server_args: list[str], server_env: dict[str, str]) -> None:
-        """From now on, those to the servers that its stages start."""
-        self.requests.parent.mkdir(exist_ok=True)
-        self.requests.touch()
-        self.set_params(
-            verifier__server_args=[*server_args, "--middleware", "perf.request_log.RequestLog"],
-            verifier__server_env={
-                **server_env,
-                "PYTHONPATH": str(self.folder),
-                "REQUEST_LOG": str(self.requests),
-            },
-        )
-
     def questions_sent(self) -> int:
-        return self.requests.read_text().count("chat/completions")
-
-    def requests_sent(self) -> int:
-        return len(self.requests.read_text().splitlines())
+        """Since the last call, to the servers that its stages started."""
+        logs = list((self.folder / "logs").glob("vllm-*.log"))
+        sent = sum(
+            log.read_text(errors="replace").count("POST /v1/chat/completions") for log in logs
+        )
+        for log in logs:
+            log.unlink()
+        return sent
 
 
 def main() -> None:
@@ -100,7 +89,6 @@ def at_scale(clone: Clone, num_samples: int, num_rounds: int) -> dict[str, dict[
     more = num_samples // 10
     draw_questions(clone.folder / QUESTIONS, num_samples + more)
     num_held_out = params["prompts"]["num_held_out"]
-    clone.count_requests(params["verifier"]["server_args"], params["verifier"]["server_env"])
     clone.set_params(
         prompts__sources=[QUESTIONS],
         prompts__sample_cap=num_samples - num_held_out,
@@ -116,20 +104,19 @@ def at_scale(clone: Clone, num_samples: int, num_rounds: int) -> dict[str, dict[
     clone.run("dvc", "repro")
     noop_s = [clone.run("dvc", "repro") for _ in range(num_rounds)]
 
-    requests = clone.requests_sent()
+    clone.questions_sent()
     clone.set_params(generate__concurrency=64)
     concurrency_s = clone.run("dvc", "repro")
-    concurrency_requests = clone.requests_sent() - requests
+    concurrency_questions = clone.questions_sent()
 
-    questions = clone.questions_sent()
     clone.set_params(prompts__sample_cap=num_samples - num_held_out + more)
     more_s = clone.run("dvc", "repro", "extract")
     return {
         "noop_repro_10k_s": result(noop_s, COMMAND),
         "concurrency_change_s": result([concurrency_s], COMMAND),
-        "concurrency_change_requests": result([concurrency_requests], COMMAND),
+        "concurrency_change_requests": result([concurrency_questions], COMMAND),
         "cap_plus_10_percent_cost": result([more_s / whole_s], COMMAND),
-        "cap_plus_10_percent_requests": result([clone.questions_sent() - questions], COMMAND),
+        "cap_plus_10_percent_requests": result([clone.questions_sent()], COMMAND),
     }
 
 

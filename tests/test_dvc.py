@@ -2,6 +2,7 @@
 
 import ast
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,33 @@ def test_stages_run_without_a_shell_in_between_and_say_what_they_do() -> None:
         assert stage["desc"]
 
 
+def outputs(stage: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Paths and options."""
+    for out in [*stage.get("outs", []), *stage.get("metrics", []), *stage.get("plots", [])]:
+        yield next(iter(out.items())) if isinstance(out, dict) else (out, {})
+
+
 def test_outputs_are_either_in_git_or_in_the_cache() -> None:
+    """Not in both (dvc#3678), and never bound to one remote."""
     for stage in STAGES.values():
-        for out in [*stage.get("outs", []), *stage.get("metrics", []), *stage.get("plots", [])]:
-            path, options = next(iter(out.items())) if isinstance(out, dict) else (out, {})
-            ignored = subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT).returncode == 0
-            assert ignored == options.get("cache", True), path
+        for path, options in outputs(stage):
+            cached = options.get("cache", True)
+            # Those of committed files: what a person ignores on one machine helps no clone.
+            ignored = git("-c", "core.excludesFile=/dev/null", "check-ignore", "-q", path)
+            assert (ignored.returncode == 0) == cached, path
+            assert not (cached and git("ls-files", "--", path).stdout), path
+            assert not {"remote", "push"} & set(options), path
+
+
+def test_a_stage_can_be_looked_up_in_the_run_cache() -> None:
+    """Which takes a command, dependencies and outputs (dvc#10589)."""
+    for name, stage in STAGES.items():
+        assert stage["deps"], name
+        assert list(outputs(stage)), name
+
+
+def git(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_no_key_hides_from_dvc() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ def test_going_back_brings_everything_back_without_computing(committed: Project)
     assert committed.repro() == ["evaluate"]
     commit(committed, "fewer draft tokens")
     assert runs.read_bytes() != before
+    committed.run("dvc", "gc", "--all-commits", "--force")
     committed.run("git", "checkout", "-q", "HEAD~1")
     committed.run("dvc", "checkout")
     assert runs.read_bytes() == before
@@ -44,6 +46,18 @@ def test_diffs_tell_what_was_changed_and_what_it_did(committed: Project) -> None
     names = list(metrics["reports/evaluate.json"])
     assert names  # those of the fifth draft token are gone
     assert all(name.startswith("by_num_draft_tokens.5.") for name in names)
+
+
+def test_curves_of_two_commits_stand_beside_each_other(committed: Project) -> None:
+    curve = committed.root / "reports/train_curve.csv"
+    lines = curve.read_text().splitlines(keepends=True)
+    curve.write_text("".join(lines[:-1]))
+    page = json.loads(committed.run("dvc", "plots", "diff", "HEAD", "--json").stdout)
+    assert not page.get("errors")
+    [loss] = page["data"]["reports/train_curve.csv"]
+    points = loss["content"]["data"]["values"]
+    counts = Counter(point["rev"] for point in points)
+    assert counts == {"HEAD": len(lines) - 1, "workspace": len(lines) - 2}
 
 
 def test_reports_have_sorted_names_and_finite_numbers(finished: Project) -> None:
@@ -73,16 +87,38 @@ def test_compare_puts_what_changed_first(committed: Project) -> None:
     assert all(lines.index(line) < first_equal for line in lengths)
 
 
-def test_an_experiment_runs_beside_the_work(committed: Project) -> None:
-    """In the folder, and in one of its own, as a queued one does."""
-    change = ("-S", "evaluate.context_bins=[100,200]")
-    done = committed.run("dvc", "exp", "run", "--temp", "-n", "aside", *change)
-    assert ran_stages(done.stdout) == ["evaluate"]
+def test_an_experiment_of_generate_asks_nothing_that_was_answered(committed: Project) -> None:
+    (committed.root / "logs/vllm-generate.log").unlink()
+    before = committed.traces()
+    done = committed.run("dvc", "exp", "run", "-n", "longer", "-S", "generate.max_tokens=640")
+    assert ran_stages(done.stdout) == ["generate"]
+    assert committed.traces() == before
+    assert not (committed.root / "logs/vllm-generate.log").exists(), "a server was started"
+
+
+def test_queued_experiments_run_beside_the_work(committed: Project) -> None:
+    for name, bins in (("two", "[100,200]"), ("one", "[100]")):
+        change = ("-S", f"evaluate.context_bins={bins}")
+        committed.run("dvc", "exp", "run", "--queue", "-n", name, *change)
+    committed.run("dvc", "queue", "start")
+    wait_for_the_queue(committed)
     assert committed.run("git", "status", "--porcelain").stdout == ""
-    assert "aside" in committed.run("dvc", "exp", "list").stdout
-    committed.run("dvc", "exp", "apply", "aside")
+    committed.run("dvc", "exp", "apply", "two")
     report = json.loads((committed.root / "reports/evaluate.json").read_text())
     assert list(report["by_context"]) == ["above_200", "to_100", "to_200"]
+    committed.run("git", "checkout", "-q", ".")
+    committed.run("dvc", "exp", "apply", "one")
+    report = json.loads((committed.root / "reports/evaluate.json").read_text())
+    assert list(report["by_context"]) == ["above_100", "to_100"]
+
+
+def wait_for_the_queue(project: Project) -> None:
+    while "Queued" in (status := project.run("dvc", "queue", "status").stdout) or (
+        "Running" in status
+    ):
+        time.sleep(1)
+    assert status.count("Success") == 2, status + project.run("dvc", "queue", "logs", "one").stdout
+    project.run("dvc", "queue", "stop")
 
 
 def test_the_second_of_two_runs_says_who_holds_the_lock(committed: Project) -> None:

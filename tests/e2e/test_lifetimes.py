@@ -33,7 +33,18 @@ def measure_again(project: Project) -> None:
     project.set_params(benchmark__num_prompts=23)
 
 
-STAGES = {"generate": ask_again, "extract": extract_again, "benchmark": measure_again}
+def stream_the_states(project: Project) -> None:
+    project.set_params(extract__mode="streamed")
+    project.run("dvc", "repro", "--single-item", "extract")
+
+
+STAGES = {
+    "generate": ask_again,
+    "extract": extract_again,
+    "train": stream_the_states,
+    "evaluate": stream_the_states,
+    "benchmark": measure_again,
+}
 ENDS = [ctrl_c, terminate_the_group, terminate_dvc, kill_dvc, kill_the_stage]
 CELLS = [
     pytest.param(stage, end, shell, marks=pytest.mark.full, id=f"{stage} {end.__name__} {shell}")

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -147,11 +148,21 @@ def test_nothing_to_do_is_said_and_nothing_is_run(finished: Project) -> None:
     assert "Data and pipelines are up to date." in finished.run("dvc", "status").stdout
 
 
-def test_git_sees_only_results(finished: Project) -> None:
+def test_every_output_of_a_stage_is_declared(finished: Project) -> None:
+    """What lies in data, models and reports is in git, an output of dvc.yaml, or hidden by name:
+    locks, and what a stage needs to go on."""
+    stages = yaml.safe_load((finished.root / "dvc.yaml").read_text())["stages"].values()
+    declared = {
+        next(iter(out)) if isinstance(out, dict) else out
+        for stage in stages
+        for kind in ("outs", "metrics", "plots")
+        for out in stage.get(kind, [])
+    }
+    listing = ("git", "ls-files", "--others", "--directory", "data", "models", "reports")
+    left = {path.removesuffix("/") for path in finished.run(*listing).stdout.splitlines()}
+    assert {path for path in left - declared if not Path(path).name.startswith(".")} == set()
     changed = {line[3:] for line in finished.run("git", "status", "--short").stdout.splitlines()}
-    assert {
-        name for name in changed if name != "dvc.lock" and not name.startswith("reports/")
-    } == set()
+    assert changed - declared - {"dvc.lock"} == set()
 
 
 def test_the_summary_ends_with_the_line_that_serves_the_draft(finished: Project) -> None:

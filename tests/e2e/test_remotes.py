@@ -135,7 +135,26 @@ def test_a_wrong_password_is_said_and_changes_nothing(first: Project, tmp_path: 
         shutil.rmtree(first.root / ".dvc/cache")
         done = first.run(*MAKE, "pull", check=False)
         assert done.returncode
+        assert "401" in done.stdout or "uthoriz" in done.stdout, done.stdout
         assert contents(first.root) == before
+
+
+def test_after_a_pull_a_raised_cap_asks_only_the_new_questions(
+    first: Project, tmp_path: Path
+) -> None:
+    first.run(*MAKE, "share")
+    commit(first, "share")
+    second = clone_of(first, tmp_path / "second")
+    second.run(*MAKE, "pull")
+    old = second.traces()
+    second.set_params(prompts__sample_cap=410)
+    assert second.repro("generate") == ["prompts", "generate"]
+    keys = {trace["key"] for trace in old}
+    assert [trace for trace in second.traces() if trace["key"] in keys] == old
+    assert len(second.traces()) == len(old) + 10
+    log = (second.root / "logs/vllm-generate.log").read_text()
+    # The ten, and what the probe asks of a server that it does not know.
+    assert 10 <= log.count("POST /v1/chat/completions") < 40
 
 
 @pytest.mark.full
@@ -143,18 +162,38 @@ def test_a_pull_that_was_killed_goes_on(first: Project, tmp_path: Path) -> None:
     first.run(*MAKE, "share")
     commit(first, "share")
     second = clone_of(first, tmp_path / "second")
-    for delay in (0.5, 1.0, 1.5):
-        pull = subprocess.Popen(
-            [*MAKE, "pull"],
-            cwd=second.root,
-            env=second.env,
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        time.sleep(delay)
-        os.killpg(pull.pid, signal.SIGKILL)
-        pull.wait()
+    for seconds in (0.5, 1.0, 1.5):
+        kill_after(seconds, second, *MAKE, "pull")
         assert (second.root / ".cache/pull-unfinished").exists()
     second.run(*MAKE, "pull")
     assert contents(second.root) == contents(first.root)
+
+
+@pytest.mark.full
+def test_a_push_that_was_killed_goes_on(first: Project, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    with remotes.webdav(tmp_path / "store") as remote:
+        first.run("dvc", "remote", "add", "-d", "mine", remote.url)
+        commit(first, "a remote of our own")
+        second = clone_of(first, tmp_path / "second")
+        for project in (first, second):
+            use(project, remote)
+        for seconds in (1.5, 2.0, 2.5):
+            kill_after(seconds, first, *MAKE, "push")
+        first.run(*MAKE, "push")
+        second.run(*MAKE, "pull")
+        assert contents(second.root) == contents(first.root)
+
+
+def kill_after(seconds: float, project: Project, *command: str) -> None:
+    run = subprocess.Popen(
+        command,
+        cwd=project.root,
+        env=project.env,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    time.sleep(seconds)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()

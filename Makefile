@@ -34,25 +34,23 @@ $(READY): requirements/$(REQUIREMENTS).txt requirements/setup.sh requirements/na
 ## Runs the pipeline: every stage whose inputs, code or params changed, then the summary
 repro: setup
 	@[ ! -e $(UNFINISHED) ] || { echo "repro: the last 'make pull' did not finish, and what it did \
-	not bring would be computed anew: run it again, or 'rm $(UNFINISHED)' to compute it" >&2; exit 1; }
+	not bring would be computed anew: 'make pull TARGETS=\"$$(echo $$(cat $(UNFINISHED)))\"' again, \
+	or 'rm $(UNFINISHED)' to compute it" >&2; exit 1; }
 	@.venv/bin/python -m pipeline.params
 	$(VENV) dvc repro
 	.venv/bin/python -m pipeline.summary
 
 ## Brings what another machine computed, less the hidden states, or TARGETS=... (docs/dvc.md)
 pull: setup
-	@mkdir -p $(dir $(UNFINISHED)) && touch $(UNFINISHED)
-	$(VENV) dvc pull $(or $(TARGETS),$(SHARED))
-	@rm $(UNFINISHED)
+	@.venv/bin/python -m pipeline.pull $(or $(TARGETS),$(SHARED))
 
 ## Sends all outputs, or TARGETS=..., to the default remote of DVC (docs/dvc.md)
 push: setup
-	$(VENV) python -m pipeline.push $(TARGETS)
+	@.venv/bin/python -m pipeline.push $(TARGETS)
 
 ## Puts this run into remote/, in place of the one that is there: a clone gets it with `make pull`
 share: setup
-	rm -rf remote
-	$(VENV) dvc push -r shared $(SHARED)
+	@.venv/bin/python -m pipeline.share $(SHARED)
 
 ## Compares two revisions, params and results: make compare A=HEAD~1 B=HEAD
 compare: setup

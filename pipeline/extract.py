@@ -238,6 +238,7 @@ def main() -> None:
     sequences = load_sequences(SEQUENCES)
     wanted = wanted_shards(sequences, params, verifier)
     with one_writer(HIDDEN_STATES):
+        HIDDEN_STATES.mkdir(exist_ok=True)
         sweep(HIDDEN_STATES)
         entries: Sequence[ShardEntry]
         if params.extract.mode == "stored":

@@ -63,6 +63,7 @@ def main() -> None:
     verifier = load_verifier()
     prompts = [Prompt(**row) for row in read_jsonl(PROMPTS_PATH)]  # type: ignore[typeddict-item]
     with one_writer(TRACES):
+        TRACES.mkdir(exist_ok=True)
         stored = load_stored(lambda trace: verdict_of(trace, verifier, params))
         asking = Asking(params, verifier, prompts, stored)
         wanted = asking.wanted()

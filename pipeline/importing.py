@@ -74,6 +74,7 @@ def import_file(path: Path) -> None:
     num_without_ids = 0
     rejected: list[dict[str, Any]] = []
     with one_writer(TRACES):
+        TRACES.mkdir(exist_ok=True)
         stored = load_stored(lambda trace: verdict_of(trace, verifier, params))
         num_bytes = path.stat().st_size
         with (

@@ -94,9 +94,10 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 def one_writer(folder: Path) -> Iterator[None]:
     """Hold `folder` for this process. Raises UserError at once when another process holds it.
 
-    The lock file lies beside the folder, because the folder is a DVC output.
+    The lock file lies beside the folder, because the folder is a DVC output; it is not made here,
+    for to DVC an empty output is one that has changed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
     with path.open("a+") as lock:
         try:

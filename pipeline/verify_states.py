@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.errors import PipelineError
+from pipeline.errors import DataError, PipelineError
 from pipeline.manifest import MANIFEST, PLAN, SHARDS, ShardFile, load_manifest, read_entry
 from pipeline.progress import progress_bar
 from pipeline.records import HIDDEN_STATES
@@ -133,6 +133,8 @@ def remove(path: Path, listed: ShardFile | None) -> bool:
 
 
 def main() -> None:
+    if not HIDDEN_STATES.exists():
+        raise DataError(f"{HIDDEN_STATES} is not there; `make pull` or `dvc repro` brings it")
     with one_writer(HIDDEN_STATES):
         if (HIDDEN_STATES / PLAN).exists() and not (HIDDEN_STATES / MANIFEST).exists():
             print(f"{HIDDEN_STATES}: nothing is stored, extract.mode is streamed")

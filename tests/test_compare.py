@@ -77,3 +77,40 @@ def test_an_unknown_revision_is_one_line(project: Path, capsys: pytest.CaptureFi
         said("nowhere", capsys=capsys)
     with pytest.raises(SystemExit, match="name a revision"):
         said("", "", capsys=capsys)
+    with pytest.raises(SystemExit, match="name a revision"):
+        said("", "HEAD", capsys=capsys)
+
+
+def test_a_new_counter_that_counted_nothing_is_no_change(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit({}, prompts={"train": 100})
+    write({}, prompts={"train": 100, "rejected": {"blank": 0}})
+    assert "prompts.train 100 100" in (lines := said("HEAD", capsys=capsys))
+    assert not any("blank" in line for line in lines)
+
+
+def test_values_are_shown_as_they_are(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit({"think": {"end": "</think>"}})
+    write({"think": {"end": "[/THINK]", "start": "[bold]x"}})
+    lines = said("HEAD", capsys=capsys)
+    assert 'think.end "</think>" "[/THINK]"' in lines
+    assert 'think.start – "[bold]x"' in lines
+
+
+def test_a_report_that_is_no_json_is_one_line(project: Path) -> None:
+    commit({}, prompts={})
+    Path("reports/prompts.json").write_text("<<<<<<< HEAD")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["compare", "HEAD"])
+        with pytest.raises(SystemExit, match=r"workspace: reports/prompts.json cannot be read"):
+            compare.main()
+
+
+def test_in_a_pipe_no_name_is_cut(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit({"train": {"max_tokens_per_batch": 640}})
+    write({"train": {"max_tokens_per_batch": 1280}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "40")
+        lines = said("HEAD", capsys=capsys)
+    assert "train.max_tokens_per_batch 640 1280 +640" in lines

@@ -66,6 +66,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def test_states_that_were_not_pulled_stay_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty folder would be an output that has changed: DVC removes the draft made from it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="is not there"):
+        verify_states.main()
+    assert not HIDDEN_STATES.exists()
+
+
 @pytest.mark.parametrize("what", DAMAGES)
 def test_damage_is_named_and_only_it_is_removed(
     folder: Path, capsys: pytest.CaptureFixture[str], what: str

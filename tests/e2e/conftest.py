@@ -59,9 +59,9 @@ class Project:
         )
         return set(json.loads(status.stdout))
 
-    def repro(self, *targets: str) -> list[str]:
+    def repro(self, *arguments: str) -> list[str]:
         """`dvc repro`, and the names of the stages that it ran."""
-        return ran_stages(self.run("dvc", "repro", *targets).stdout)
+        return ran_stages(self.run("dvc", "repro", *arguments).stdout)
 
     def set_params(self, **values: object) -> None:
         """`section__key=value`, as a person edits params.yaml."""

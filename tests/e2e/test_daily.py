@@ -130,8 +130,9 @@ def test_the_second_of_two_runs_says_who_holds_the_lock(committed: Project) -> N
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    time.sleep(8)
-    assert first.poll() is None
+    while not any("-m pipeline.train" in line for line in committed.processes()):
+        assert first.poll() is None
+        time.sleep(0.1)
     second = committed.run("dvc", "repro", "train", check=False)
     assert second.returncode
     assert str(first.pid) in second.stdout

@@ -1,7 +1,9 @@
 """What one machine computed, pulled by another: through the folder in git, S3, SSH and WebDAV."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,11 +20,13 @@ from tests.e2e.remotes import Remote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-# As in the Makefile: all but the hidden states.
-SHARED = ["data/verifier.json", "data/prompts", "data/traces", "data/sequences"]
-SHARED += ["data/acceptance", "models/draft"]
+# Of the Makefile: all but the hidden states.
+SHARED = re.findall(r"^SHARED +:= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
 MB_IN_GIT = 8
-MAKE = ("make", "-o", ".venv/.ready-cpu")  # without its set-up, and as if that were the newest
+UNFINISHED = ".cache/pull-unfinished"
+# Without its set-up, as if that were the newest.
+READY = next((ROOT / ".venv").glob(".ready-*"))
+MAKE = ("make", "-o", f".venv/{READY.name}")
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -93,12 +97,44 @@ def test_sharing_again_leaves_no_old_objects(first: Project) -> None:
     assert not old.exists()
 
 
-def test_the_states_do_not_fit_into_git(first: Project) -> None:
-    done = first.run(*MAKE, "push", check=False)
+def test_what_is_not_one_whole_run_is_not_shared(first: Project) -> None:
+    first.run(*MAKE, "share")
+    before = sorted(path for path in (first.root / "remote").rglob("*"))
+    first.set_params(prompts__sample_cap=390)
+    first.repro("prompts")
+    stale = first.run(*MAKE, "share", check=False)
+    assert (
+        "share: `dvc repro` first, it is not one run yet: Running stage 'generate'" in stale.stdout
+    )
+    first.run("git", "checkout", "-q", ".")
+    first.run("dvc", "checkout")
+    shutil.rmtree(first.root / ".dvc/cache")
+    lacking = first.run(*MAKE, "share", check=False)
+    assert f"DVC's cache does not have all of {', '.join(SHARED)}" in lacking.stdout
+    assert sorted(path for path in (first.root / "remote").rglob("*")) == before
+
+
+@pytest.mark.parametrize("named", ["", "./data/hidden_states/", "extract", "data/hidden_states"])
+def test_the_states_do_not_fit_into_git(first: Project, named: str) -> None:
+    done = first.run(*MAKE, "push", f"TARGETS={named}", check=False)
     assert done.returncode
     assert "MB are too much for remote/, which is in git" in done.stdout
     assert "dvc remote add -d mine s3://bucket/path" in done.stdout
     assert not (first.root / "remote").exists()
+
+
+def test_a_damaged_object_is_not_taken_for_the_data(first: Project, tmp_path: Path) -> None:
+    first.run(*MAKE, "share")
+    commit(first, "share")
+    second = clone_of(first, tmp_path / "second")
+    part = first.root / "data/traces/part-00000.jsonl"
+    name = hashlib.md5(part.read_bytes()).hexdigest()
+    stored = second.root / "remote/files/md5" / name[:2] / name[2:]
+    stored.chmod(0o644)
+    os.truncate(stored, 100)
+    assert second.run(*MAKE, "pull", check=False).returncode
+    assert not (second.root / "data/traces/part-00000.jsonl").exists()
+    assert (second.root / UNFINISHED).exists()
 
 
 def test_after_a_failed_pull_nothing_is_computed_unasked(first: Project, tmp_path: Path) -> None:
@@ -157,14 +193,32 @@ def test_after_a_pull_a_raised_cap_asks_only_the_new_questions(
     assert 10 <= log.count("POST /v1/chat/completions") < 40
 
 
+def test_only_what_was_to_come_ends_the_wait_for_it(first: Project, tmp_path: Path) -> None:
+    """The folder in git holds no states: a pull of the rest does not bring them."""
+    first.run(*MAKE, "share")
+    commit(first, "share")
+    second = clone_of(first, tmp_path / "second")
+    refused = second.run(*MAKE, "pull", "TARGETS=data/trace", check=False)
+    assert "data/trace is no output of dvc.yaml" in refused.stdout
+    assert not (second.root / UNFINISHED).exists()
+    assert second.run(*MAKE, "pull", "TARGETS=data/hidden_states", check=False).returncode
+    second.run(*MAKE, "pull")
+    stopped = second.run(*MAKE, "repro", check=False)
+    assert stopped.returncode
+    assert 'make pull TARGETS="data/hidden_states"' in stopped.stdout
+    shutil.copytree(first.root / ".dvc/cache", second.root / ".dvc/cache", dirs_exist_ok=True)
+    second.run(*MAKE, "pull", "TARGETS=data/hidden_states")
+    assert not (second.root / UNFINISHED).exists()
+
+
 @pytest.mark.full
 def test_a_pull_that_was_killed_goes_on(first: Project, tmp_path: Path) -> None:
     first.run(*MAKE, "share")
     commit(first, "share")
     second = clone_of(first, tmp_path / "second")
-    for seconds in (0.5, 1.0, 1.5):
-        kill_after(seconds, second, *MAKE, "pull")
-        assert (second.root / ".cache/pull-unfinished").exists()
+    for num_files in (1, 4, 8):
+        kill_when(num_files, second.root / ".dvc/cache", second, *MAKE, "pull")
+        assert (second.root / UNFINISHED).exists()
     second.run(*MAKE, "pull")
     assert contents(second.root) == contents(first.root)
 
@@ -178,14 +232,15 @@ def test_a_push_that_was_killed_goes_on(first: Project, tmp_path: Path) -> None:
         second = clone_of(first, tmp_path / "second")
         for project in (first, second):
             use(project, remote)
-        for seconds in (1.5, 2.0, 2.5):
-            kill_after(seconds, first, *MAKE, "push")
+        for num_files in (1, 4, 8):
+            kill_when(num_files, tmp_path / "store", first, *MAKE, "push")
         first.run(*MAKE, "push")
         second.run(*MAKE, "pull")
         assert contents(second.root) == contents(first.root)
 
 
-def kill_after(seconds: float, project: Project, *command: str) -> None:
+def kill_when(num_files: int, there: Path, project: Project, *command: str) -> None:
+    """Kill a command as soon as so many files lie in a folder."""
     run = subprocess.Popen(
         command,
         cwd=project.root,
@@ -194,6 +249,8 @@ def kill_after(seconds: float, project: Project, *command: str) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    time.sleep(seconds)
+    while sum(path.is_file() for path in there.rglob("*")) < num_files:
+        assert run.poll() is None, "it ended before it could be killed"
+        time.sleep(0.005)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()

@@ -6,7 +6,8 @@ from nothing. Its training and benchmark are cut short: they cost the same howev
     noop_repro_10k_s        `dvc repro`, nothing to do
     concurrency_change_…    `dvc repro` after another `generate.concurrency`: time, questions sent
     cap_plus_10_percent_…   `dvc repro extract` after `prompts.sample_cap` grew by a tenth: its time
-                            over that of the same from nothing; questions sent, the probe's too
+                            over that of the same from nothing (_cost; _less_starts: without the
+                            seconds in which servers start); questions sent, the probe's too
     demo_pull_s             `make pull` in a clone of the demo
 
 Run      python -m perf.daily                              # or, for a short trial:
@@ -15,6 +16,7 @@ Run      python -m perf.daily                              # or, for a short tri
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import yaml
 
@@ -38,6 +41,20 @@ NUM_STEPS = 32
 SPARE = 1.05
 
 
+STARTED = re.compile(r"starting vLLM .*: done in (\d+) s")
+
+
+class Taken(NamedTuple):
+    """Seconds of a command, and those of them in which its servers started."""
+
+    all_s: float
+    starts_s: int
+
+    @property
+    def less_starts_s(self) -> float:
+        return self.all_s - self.starts_s
+
+
 class Clone:
     """Of the last commit, with the .venv of this tree."""
 
@@ -46,13 +63,20 @@ class Clone:
         subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
         (folder / ".venv").symlink_to(ROOT / ".venv")
 
-    def run(self, *command: str) -> float:
-        """Seconds that it took."""
+    def run(self, *command: str) -> Taken:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         env = {**os.environ, **ENVIRONMENT, "PATH": path, "DVC_NO_ANALYTICS": "1"}
-        start = time.monotonic()
-        subprocess.run(command, cwd=self.folder, env=env, check=True)
-        return time.monotonic() - start
+        start, said = time.monotonic(), []
+        with subprocess.Popen(
+            command, cwd=self.folder, env=env, stdout=subprocess.PIPE, text=True
+        ) as process:
+            for line in process.stdout or ():
+                print(line, end="", flush=True)
+                said.append(line)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+        starts = map(int, STARTED.findall("".join(said)))
+        return Taken(time.monotonic() - start, sum(starts))
 
     def set_params(self, **values: object) -> None:
         """`section__key=value`."""
@@ -86,8 +110,8 @@ def main() -> None:
 
 def at_scale(clone: Clone, num_samples: int, num_rounds: int) -> dict[str, dict[str, object]]:
     params = yaml.safe_load((clone.folder / "params.yaml").read_text(encoding="utf-8"))
-    more = num_samples // 10
-    draw_questions(clone.folder / QUESTIONS, num_samples + more)
+    tenth = num_samples // 10
+    draw_questions(clone.folder / QUESTIONS, num_samples + tenth)
     num_held_out = params["prompts"]["num_held_out"]
     clone.set_params(
         prompts__sources=[QUESTIONS],
@@ -100,22 +124,25 @@ def at_scale(clone: Clone, num_samples: int, num_rounds: int) -> dict[str, dict[
         benchmark__temperatures=[0.0],
         benchmark__both_thinking_modes=False,
     )
-    whole_s = clone.run("dvc", "repro", "extract")
+    whole = clone.run("dvc", "repro", "extract")
     clone.run("dvc", "repro")
-    noop_s = [clone.run("dvc", "repro") for _ in range(num_rounds)]
+    noop_s = [clone.run("dvc", "repro").all_s for _ in range(num_rounds)]
 
     clone.questions_sent()
     clone.set_params(generate__concurrency=64)
-    concurrency_s = clone.run("dvc", "repro")
+    concurrency_s = clone.run("dvc", "repro").all_s
     concurrency_questions = clone.questions_sent()
 
-    clone.set_params(prompts__sample_cap=num_samples - num_held_out + more)
-    more_s = clone.run("dvc", "repro", "extract")
+    clone.set_params(prompts__sample_cap=num_samples - num_held_out + tenth)
+    more = clone.run("dvc", "repro", "extract")
     return {
         "noop_repro_10k_s": result(noop_s, COMMAND),
         "concurrency_change_s": result([concurrency_s], COMMAND),
         "concurrency_change_requests": result([concurrency_questions], COMMAND),
-        "cap_plus_10_percent_cost": result([more_s / whole_s], COMMAND),
+        "cap_plus_10_percent_cost": result([more.all_s / whole.all_s], COMMAND),
+        "cap_plus_10_percent_cost_less_starts": result(
+            [more.less_starts_s / whole.less_starts_s], COMMAND
+        ),
         "cap_plus_10_percent_requests": result([clone.questions_sent()], COMMAND),
     }
 
@@ -132,7 +159,7 @@ def draw_questions(path: Path, count: int) -> None:
 def pulls(folder: Path, num_rounds: int) -> Iterator[float]:
     for turn in range(num_rounds):
         # -o: the .venv is there and need not be made anew for a clone whose files are newer.
-        yield Clone(folder / f"pull-{turn}").run("make", "-o", ".venv/.ready-cpu", "pull")
+        yield Clone(folder / f"pull-{turn}").run("make", "-o", ".venv/.ready-cpu", "pull").all_s
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ UNFINISHED := .cache/pull-unfinished
 export DVC_NO_ANALYTICS    := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup repro pull push share compare verifier inspect parity states-server verify-states \
-        test test-fast test-full perf experiment-reasoning lint format
+.PHONY: help setup repro pull push share compare use raw plan twins verifier inspect parity \
+        states-server verify-states test test-fast test-full perf experiment-reasoning lint format
 
 help:
 	@awk '/^## / { about = substr($$0, 4); next } \
@@ -55,6 +55,22 @@ share: setup
 ## Compares two revisions, params and results: make compare A=HEAD~1 B=HEAD
 compare: setup
 	@.venv/bin/python -m pipeline.compare "$(A)" "$(B)"
+
+## Puts a profile's values into params.yaml: make use PROFILE=kimi_k2_5
+use: setup
+	@.venv/bin/python -m pipeline.use $(PROFILE)
+
+## Fetches the questions that prompts.urls names (docs/your_model.md)
+raw: setup
+	@.venv/bin/python -m pipeline.raw
+
+## What a run would do, take and need, before it starts: make plan, or make plan PROFILE=kimi_k2_5
+plan: setup
+	@.venv/bin/python -m pipeline.plan $(PROFILE)
+
+## Makes miniatures of the big verifiers in models/twins, to try profiles on a CPU
+twins: setup
+	@.venv/bin/python -m pipeline.twins
 
 ## Trains the tiny demo verifier in models/verifier anew and records it with DVC
 verifier: setup

@@ -27,6 +27,7 @@ WITH_CHANNELS = frozenset({"gpt_oss"})
 class KnownFamily(NamedTuple):
     writes: Family
     thinking_switch: str | None  # of its chat template
+    parsers: tuple[str, ...]  # vLLM's, for its reasoning; the first is the one of its name
     verified: bool  # a real tokenizer of the family was at hand (tests/test_families.py)
 
 
@@ -87,13 +88,19 @@ def _but(family: Family, **changes: Any) -> Family:
 
 
 FAMILIES = {
-    "kimi_k2_5": KnownFamily(KIMI_K2, "thinking", verified=False),
+    "kimi_k2_5": KnownFamily(KIMI_K2, "thinking", ("kimi_k2",), verified=False),
     # Public copies of its template differ in whether they open the think block.
-    "kimi_k2_thinking": KnownFamily(_but(KIMI_K2, prefilled=None), None, verified=False),
-    "qwen3": KnownFamily(QWEN3, "enable_thinking", verified=True),
-    "qwen3_thinking": KnownFamily(_but(QWEN3, prefilled=True), None, verified=True),  # …-2507
+    "kimi_k2_thinking": KnownFamily(
+        _but(KIMI_K2, prefilled=None), None, ("kimi_k2",), verified=False
+    ),
+    "qwen3": KnownFamily(QWEN3, "enable_thinking", ("qwen3",), verified=True),
+    "qwen3_thinking": KnownFamily(
+        _but(QWEN3, prefilled=True), None, ("qwen3", "deepseek_r1"), verified=True
+    ),  # …-2507
     # And 3.6; the smallest have thinking off unless asked.
-    "qwen3_5": KnownFamily(_but(QWEN3, prefilled=True), "enable_thinking", verified=True),
+    "qwen3_5": KnownFamily(
+        _but(QWEN3, prefilled=True), "enable_thinking", ("qwen3",), verified=True
+    ),
     # Some of its templates leave the think-start to the model.
     "deepseek_r1": KnownFamily(
         _but(
@@ -104,17 +111,19 @@ FAMILIES = {
             after_think_end="\n\n",
         ),
         None,
+        ("deepseek_r1",),
         verified=False,
     ),
-    "deepseek_v3_1": KnownFamily(DEEPSEEK, "thinking", verified=False),
-    "deepseek_v4": KnownFamily(DEEPSEEK, "thinking", verified=True),
-    "glm_4": KnownFamily(GLM_4, "enable_thinking", verified=False),  # 4.5 and 4.6
+    "deepseek_v3_1": KnownFamily(DEEPSEEK, "thinking", ("deepseek_v3",), verified=False),
+    "deepseek_v4": KnownFamily(DEEPSEEK, "thinking", ("deepseek_v4",), verified=True),
+    "glm_4": KnownFamily(GLM_4, "enable_thinking", ("glm45",), verified=False),  # 4.5 and 4.6
     "glm_4_7": KnownFamily(
         _but(GLM_4, prefilled=True, before_think_start="", after_think_end=""),
         "enable_thinking",
+        ("glm47",),
         verified=False,
     ),
-    "minimax_m2": KnownFamily(MINIMAX_M2, None, verified=False),
+    "minimax_m2": KnownFamily(MINIMAX_M2, None, ("minimax_m2",), verified=False),
 }
 
 
@@ -148,6 +157,17 @@ def family_of(choice: FamilyChoice) -> Family:
 def is_verified(choice: FamilyChoice) -> bool:
     """Whether a real tokenizer of the family was tried; of `custom` nobody here knows."""
     return choice.name in FAMILIES and FAMILIES[choice.name].verified
+
+
+def check_parser(params: Params) -> None:
+    """Raises ParamsError when vLLM would look for the reasoning of another family."""
+    name, parser = params.family.name, params.verifier.reasoning_parser
+    if parser is None or name not in FAMILIES or parser in FAMILIES[name].parsers:
+        return  # without a parser the text is split here, and of `custom` nobody here knows
+    raise ParamsError(
+        f"verifier.reasoning_parser is {parser!r}; of family {name} it is "
+        f"{' or '.join(FAMILIES[name].parsers)}"
+    )
 
 
 def prove(family: Family, tokenizer: Any, params: Params) -> Markers:
@@ -206,7 +226,9 @@ def single_id(tokenizer: Any, marker: str, key: str) -> int:
         ParamsError: it is several tokens, or unknown.
     """
     ids = tokenizer.encode(marker, add_special_tokens=False)
-    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+    # Some tokenizers call one of their markers the unknown token.
+    is_unknown = ids == [tokenizer.unk_token_id] and marker != tokenizer.unk_token
+    if len(ids) != 1 or is_unknown:
         raise ParamsError(
             f"{key}: {marker!r} is no single token of the verifier but ids {list(ids)}; its chat "
             "template has the markers it knows"

@@ -1,21 +1,26 @@
 """Stage 1, identify: prove what the verifier is before anything is asked of it.
 
 Reads    the verifier's config, tokenizer, chat template and weights; params `verifier.*`,
-         `think.*`, `family.*`, `generate.thinking`, `generate.thinking_switch`
+         `think.*`, `family.*`, `generate.thinking`, `generate.thinking_switch`,
+         `extract.layer_ids`
 Writes   data/verifier.json (the source of ids and sizes for all later stages),
          reports/identify.json
-Run      python -m pipeline.identify
+Run      python -m pipeline.identify; with --suggest DIR_OR_ID it writes a profile for a model
+         instead (pipeline.suggest)
 
 A local folder is hashed; of a Hugging Face model the small files of the pinned revision are
 fetched and the hub's own sha256 of each weights file is taken.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx2
+
 from pipeline.errors import ParamsError, VerifierError
-from pipeline.families import family_of, is_verified, prove, single_id
+from pipeline.families import check_parser, family_of, is_verified, prove, single_id
 from pipeline.params import Params, Think, Verifier, load_params
 from pipeline.resume import content_key, file_sha256, write_json
 from pipeline.stage import run_stage
@@ -78,18 +83,24 @@ def identify(params: Params) -> VerifierIdentity:
     """
     verifier = params.verifier
     family = family_of(params.family)
+    check_parser(params)
     folder, weights = _files(verifier)
     config = _config(folder, verifier)
+    if params.extract.layer_ids[-1] > config["num_hidden_layers"]:
+        raise ParamsError(
+            f"extract.layer_ids is {params.extract.layer_ids}, but {verifier.model} has "
+            f"{config['num_hidden_layers']} layers"
+        )
     tokenizer = load_tokenizer(folder, trust_remote_code=verifier.trust_remote_code)
     if not tokenizer.chat_template:
         raise VerifierError(f"{verifier.model} has no chat template, so nothing can be asked")
     start_id, end_id = think_ids(tokenizer, params.think)
     markers = prove(family, tokenizer, params)
-    end_ids = _end_ids(folder, config, tokenizer)
-    if markers.end_of_turn_id not in end_ids:
+    ends = end_ids(folder, config, tokenizer)
+    if markers.end_of_turn_id not in ends:
         raise ParamsError(
             f"family.name {params.family.name} ends a turn with {family.end_of_turn!r} "
-            f"({markers.end_of_turn_id}), the verifier with one of {end_ids}"
+            f"({markers.end_of_turn_id}), the verifier with one of {ends}"
         )
     return VerifierIdentity(
         model=verifier.model,
@@ -112,7 +123,7 @@ def identify(params: Params) -> VerifierIdentity:
         think_end=params.think.end,
         think_start_id=start_id,
         think_end_id=end_id,
-        end_ids=end_ids,
+        end_ids=ends,
         end_of_turn_id=markers.end_of_turn_id,
         bos_id=tokenizer.bos_token_id,
         control_ids=sorted({*marker_ids(tokenizer), *markers.control_ids} - {start_id, end_id}),
@@ -166,7 +177,8 @@ def _files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
     elif verifier.revision is None:
         raise ParamsError(
             f"verifier.model {verifier.model!r} is no folder here; a Hugging Face id needs the "
-            "full 40-digit commit in verifier.revision"
+            "full 40-digit commit in verifier.revision, the first word of "
+            f"`git ls-remote https://huggingface.co/{verifier.model} HEAD`"
         )
     else:
         folder, weights = _hub_files(verifier)
@@ -184,7 +196,7 @@ def _hub_files(verifier: Verifier) -> tuple[Path, list[FileIdentity]]:
     folder = small_files(verifier.model, verifier.revision)
     try:
         info = HfApi().model_info(verifier.model, revision=verifier.revision, files_metadata=True)
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, OSError) as error:
         raise unreadable(verifier.model, verifier.revision, error) from error
     return folder, [
         FileIdentity(name=file.rfilename, size_bytes=file.size or 0, sha256=file.lfs.sha256)
@@ -226,7 +238,7 @@ def marker_ids(tokenizer: Any) -> set[int]:
     return {*tokenizer.all_special_ids, *(i for i, token in added if str(token).strip())}
 
 
-def _end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> list[int]:
+def end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> list[int]:
     """All ids that end a generation, from where vLLM takes them: both configs and the tokenizer."""
     generation = folder / "generation_config.json"
     top = read_config(folder / "config.json")
@@ -243,4 +255,9 @@ def _end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> list[int]:
 
 
 if __name__ == "__main__":
-    run_stage("identify", main)
+    if sys.argv[1:]:  # --suggest DIR_OR_ID
+        from pipeline import suggest
+
+        run_stage("suggest", suggest.main)
+    else:
+        run_stage("identify", main)

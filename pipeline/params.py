@@ -122,10 +122,20 @@ class Prompts(Section):
     """Which questions are asked."""
 
     sources: Annotated[list[str], Field(min_length=1)]
+    urls: list[str]
     seed: int
     num_held_out: Count
     sample_cap: Count
     turns: Literal["first", "all"]
+
+    @model_validator(mode="after")
+    def _a_url_each(self) -> "Prompts":
+        if self.urls and len(self.urls) != len(self.sources):
+            raise ValueError(
+                f"urls must name one for each of the {len(self.sources)} sources or none, "
+                f"not {len(self.urls)}"
+            )
+        return self
 
 
 class Gate(Section):
@@ -290,6 +300,34 @@ class Benchmark(Section):
         return self
 
 
+class Plan(Section):
+    """What `make plan` calculates with before anything has run; None: unknown."""
+
+    hidden_size: Count | None
+    intermediate_size: Count | None
+    num_hidden_layers: Count | None
+    vocab_size: Count | None
+    weights_gb: Positive | None
+    num_gpus: CountOrZero | None
+    gpu_memory_gb: Positive | None
+    num_questions: Count | None
+    prompt_tokens: Positive | None
+    generated_tokens: Positive | None
+    generate_tokens_per_s: Positive | None
+    extract_tokens_per_s: Positive | None
+    train_tokens_per_s: Positive | None
+    facts_from: dict[str, str]
+
+    @model_validator(mode="after")
+    def _facts_have_a_source(self) -> "Plan":
+        known = {name for name, value in self if name != "facts_from" and value is not None}
+        if unsourced := sorted(known ^ set(self.facts_from)):
+            raise ValueError(
+                f"facts_from must say where each fact is from and nothing else: {unsourced[0]}"
+            )
+        return self
+
+
 class DemoVerifier(Section):
     """How the shipped verifier was trained."""
 
@@ -309,6 +347,7 @@ class Params(Section):
     train: Train
     evaluate: Evaluate
     benchmark: Benchmark
+    plan: Plan
     demo_verifier: DemoVerifier
 
     @model_validator(mode="after")

@@ -76,6 +76,7 @@ class Question(NamedTuple):
 def main() -> None:
     params = load_params().prompts
     questions, rejected = read_questions(params)
+    check_enough(len(questions), len(rejected), params)
     prompts = choose(questions, params)
     write_bytes(PROMPTS_PATH, jsonl(prompts))
     write_bytes(REJECTED_PATH, jsonl(rejected))
@@ -91,15 +92,13 @@ def main() -> None:
             f"{metrics['user_turns']} user turns to ask, {metrics['user_turns_cut']} cut off with "
             "one that cannot be sent"
         )
-    if metrics["train"] < params.sample_cap:
-        print(f"fewer than prompts.sample_cap {params.sample_cap}: the sources hold no more")
 
 
 def read_questions(params: Prompts) -> tuple[dict[str, Question], list[dict[str, Any]]]:
     """All questions of the sources, by key, and the rejected rows.
 
     Raises:
-        DataError: a source is missing or of no known format, or they hold too few questions.
+        DataError: a source is missing or of no known format.
     """
     rejected: list[dict[str, Any]] = []
     questions: dict[str, Question] = {}
@@ -119,12 +118,21 @@ def read_questions(params: Prompts) -> tuple[dict[str, Question], list[dict[str,
                 if number % ROWS_PER_PROGRESS == 0:
                     bar.advance(ROWS_PER_PROGRESS, f"{len(rejected)} rejected")
             bar.advance(number - bar.done, f"{len(rejected)} rejected")
-    if len(questions) <= params.num_held_out:
-        raise DataError(
-            f"{', '.join(params.sources)}: {len(questions)} questions, {len(rejected)} rows "
-            f"rejected; prompts.num_held_out {params.num_held_out} leaves none to train on"
-        )
     return questions, rejected
+
+
+def check_enough(num_questions: int, num_rejected: int, params: Prompts) -> None:
+    """Raises DataError when there are fewer than params.yaml asks for: who wrote 10,000 would
+    else find out from the report that it was 3,000."""
+    num_to_train = num_questions - params.num_held_out
+    if num_to_train >= params.sample_cap:
+        return
+    most = f"at most {num_to_train}" if num_to_train > 0 else "smaller, num_held_out too"
+    raise DataError(
+        f"{', '.join(params.sources)}: {num_questions} questions, {num_rejected} rows rejected; "
+        f"prompts.num_held_out {params.num_held_out} and prompts.sample_cap {params.sample_cap} "
+        f"are more: set sample_cap to {most}, or add questions"
+    )
 
 
 def choose(questions: dict[str, Question], params: Prompts) -> list[Prompt]:

@@ -50,11 +50,11 @@ def most_bytes(todo: Plan, hidden_size: int, folder: Path) -> int:
     return most
 
 
-def staging_bytes(params: Params, verifier: VerifierIdentity) -> int:
+def staging_bytes(params: Params, hidden_size: int) -> int:
     """That the files of the requests in flight can take, at most: the server writes its own dtype,
     and one request more than is in flight may have a file not yet packed."""
     layers = len(params.extract.layer_ids) + 1
-    token = layers * verifier.hidden_size * STORED_AS[params.verifier.dtype].itemsize + 8
+    token = layers * hidden_size * STORED_AS[params.verifier.dtype].itemsize + 8
     return 2 * params.extract.concurrency * params.verifier.max_model_len * token
 
 

@@ -291,10 +291,12 @@ def _last_words(process: subprocess.Popen[bytes], log: Path) -> str:
 def _last_error(log: Path) -> str:
     """vLLM's own reason: the last line that names an error, without the log prefix.
 
-    `… 500 Internal Server Error` in the access log names none, and `EngineDeadError: …` only says
-    that the reason stands above it.
+    `… 500 Internal Server Error` in the access log names none, and some only say that the reason
+    stands above them.
     """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     named = [line for line in lines if re.search(r"(Error|Exception|error):", line)]
-    telling = [line for line in named if "EngineDeadError" not in line]
+    telling = [
+        line for line in named if not re.search("EngineDeadError|See root cause above", line)
+    ]
     return (telling or named or lines or ["no output"])[-1].split("] ", 1)[-1].strip()[:300]

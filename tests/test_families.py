@@ -21,11 +21,10 @@ from pipeline.families import (
 )
 from pipeline.identify import marker_ids
 from pipeline.params import Family, FamilyChoice
+from pipeline.twins.layouts import KIMI_MARKERS, KIMI_SYSTEM
 from tests.fake_tokenizer import FAMILY
 from tests.real_tokenizers import (
     DEMO,
-    KIMI_SYSTEM,
-    KIMI_TOKENS,
     MADE,
     OWN_CODE,
     RENDERERS,
@@ -70,6 +69,14 @@ ROWS = {
     "glm_4_7": Row(True, "enable_thinking", False),
     "minimax_m2": Row(True, None, False),
 }
+
+
+def test_parsers_are_names_that_vllm_knows() -> None:
+    from vllm.reasoning import _REASONING_PARSERS_TO_REGISTER as known
+
+    assert {parser for family in FAMILIES.values() for parser in family.parsers} <= set(known)
+
+
 WITH_TOKENIZER = [name for name in FAMILIES if name in TEMPLATES]
 
 
@@ -130,7 +137,7 @@ def test_the_five_ids_of_kimi_are_those_of_its_tokenizer():
     }
     for name in ("kimi_k2_5", OWN_CODE):
         assert {text: single_id(loaded(name), text, "") for text in right} == right
-    assert right.items() <= KIMI_TOKENS.items()
+    assert right.items() <= KIMI_MARKERS.items()
     family = FAMILIES["kimi_k2_5"].writes
     assert not any(char.isdigit() for char in family.model_dump_json())
 
@@ -347,9 +354,13 @@ def test_the_converted_vocabularies_encode_as_the_package_does():
 
 def test_a_marker_that_is_unknown_to_the_tokenizer_is_no_token():
     """A18: many tokenizers have one id for all that they do not know."""
-    knows_nothing = SimpleNamespace(encode=lambda *_, **__: [0], unk_token_id=0)
+    knows_nothing = SimpleNamespace(
+        encode=lambda *_, **__: [0], unk_token_id=0, unk_token="<|endoftext|>"
+    )
     with pytest.raises(ParamsError, match=r"'<think>' is no single token"):
         single_id(knows_nothing, "<think>", "think.start")
+    # Some call one of their markers so (Qwen2Tokenizer).
+    assert single_id(knows_nothing, "<|endoftext|>", "family.name") == 0
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def kimi(project: Project) -> Path:
     become(project, "kimi_k2_5", real_folder("kimi_k2_5"), 163606, 163607)
     config = project.root / "models/verifier/config.json"
     config.write_text(json.dumps(CONFIG | {"eos_token_id": 163586, "vocab_size": 163840}))
-    project.set(**{"generate.thinking_switch": "thinking"})
+    project.set(**{"generate.thinking_switch": "thinking", "verifier.reasoning_parser": "kimi_k2"})
     return config
 
 

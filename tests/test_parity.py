@@ -570,10 +570,8 @@ def test_vllm_passes(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def served_with(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[str]], list[str]]) -> None:
     """Start the server with other arguments than extract's."""
-    right = states_server._server_args
-    monkeypatch.setattr(
-        states_server, "_server_args", lambda layers, staging: change(right(layers, staging))
-    )
+    right = states_server.states_args
+    monkeypatch.setattr(states_server, "states_args", lambda *given: change(right(*given)))
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline import prompts
 from pipeline.errors import DataError
+from pipeline.params import load_params
 
 SOURCE = Path("data/raw/questions.jsonl")
 IMAGE = {"type": "image_url", "image_url": {"url": "file:///x.png"}}
@@ -42,8 +43,12 @@ def run(project, rows: list, path: Path = SOURCE, **overrides: object) -> list[d
     else:
         lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
         path.write_bytes(b"".join(line + b"\n" for line in lines))
-    values = {"num_held_out": 1, "sample_cap": 100, "sources": [str(path)]} | overrides
+    values = {"num_held_out": 1, "sources": [str(path)]} | overrides
     project.set(**{f"prompts.{key}": value for key, value in values.items()})
+    if "sample_cap" not in overrides:  # all of them
+        params = load_params().prompts
+        num_questions = len(prompts.read_questions(params)[0])
+        project.set(**{"prompts.sample_cap": max(num_questions - params.num_held_out, 1)})
     prompts.main()
     return project.rows("data/prompts/prompts.jsonl")
 
@@ -437,8 +442,10 @@ def test_a_source_that_cannot_be_read_is_named(project, name, content, said):
 
 def test_too_few_questions_to_train_on_is_an_error_that_names_the_parameter(project):
     rows = [{"conversations": [human(f"Q{n}")]} for n in range(3)]
-    with pytest.raises(DataError, match=r"prompts\.num_held_out 3"):
+    with pytest.raises(DataError, match=r"prompts\.num_held_out 3 .* smaller, num_held_out too"):
         run(project, rows, num_held_out=3)
+    with pytest.raises(DataError, match=r"3 questions, 0 rows .* sample_cap to at most 2"):
+        run(project, rows, num_held_out=1, sample_cap=3)
 
 
 JSON = st.recursive(

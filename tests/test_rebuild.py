@@ -19,10 +19,10 @@ from pipeline.families import FAMILIES
 from pipeline.reasoning import spans_of
 from pipeline.rebuild import Rebuilder, Tokens
 from pipeline.records import Rejected, SequenceRejection
+from pipeline.twins.layouts import KIMI_SYSTEM
 from tests.real_tokenizers import (
     DEMO,
     FAMILY_OF,
-    KIMI_SYSTEM,
     MADE,
     OWN_CODE,
     TEMPLATES,

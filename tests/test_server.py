@@ -211,12 +211,17 @@ def test_a_server_of_ours_knows_that_it_died_and_why(project, install_vllm, even
             "Internal Server Error\n",
             "RuntimeError: index 5 is out of bounds",
         ),
+        (
+            "(EngineCore pid=7) ValueError: No common block size for 16\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.\n",
+            "ValueError: No common block size for 16",
+        ),
         ("INFO ready\nx.EngineDeadError: gone\nbye\n", "x.EngineDeadError: gone"),
         ("vllm serve: error: unrecognized arguments: --x\n", "unrecognized arguments: --x"),
         ("INFO loading\nKilled\n", "Killed"),
         ("", "no output"),
     ],
-    ids=["engine_died", "only_that", "arguments", "no_error_named", "silent"],
+    ids=["engine_died", "engine_never_lived", "only_that", "arguments", "no_error_named", "silent"],
 )
 def test_the_last_words_name_the_reason(tmp_path, log, reason):
     path = tmp_path / "vllm.log"

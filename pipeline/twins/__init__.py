@@ -1,0 +1,1 @@
+"""Miniatures of big verifiers (python -m pipeline.twins)."""

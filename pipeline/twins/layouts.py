@@ -5,7 +5,7 @@ prompts that the published ones render, without tools and images (tests/test_fam
 those of Kimi-K2.5 and Qwen3 with another package's).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 KIMI_MARKERS = {
@@ -131,6 +131,18 @@ class Layout:
     closing: tuple[str, ...]
 
 
+QWEN3_LAYOUT = Layout(
+    config_class="Qwen3Config",
+    config=QWEN3,
+    vocab_size=151_936,
+    markers=QWEN3_MARKERS,
+    chat_template=QWEN3_TEMPLATE,
+    bos=None,
+    eos="<|im_end|>",
+    end_of_turn="<|im_end|>",
+    opening=("\n", "<think>"),
+    closing=(".\n", "</think>", "\n\n"),
+)
 LAYOUTS = {
     "kimi_k2_5": Layout(
         config_class="DeepseekV3Config",
@@ -144,30 +156,8 @@ LAYOUTS = {
         opening=("<think>",),
         closing=(".", "</think>"),
     ),
-    "qwen3_8b": Layout(
-        config_class="Qwen3Config",
-        config=QWEN3,
-        vocab_size=151_936,
-        markers=QWEN3_MARKERS,
-        chat_template=QWEN3_TEMPLATE,
-        bos=None,
-        eos="<|im_end|>",
-        end_of_turn="<|im_end|>",
-        opening=("\n", "<think>"),
-        closing=(".\n", "</think>", "\n\n"),
-    ),
-    "qwen3_30b_a3b": Layout(
-        config_class="Qwen3MoeConfig",
-        config=QWEN3_MOE,
-        vocab_size=151_936,
-        markers=QWEN3_MARKERS,
-        chat_template=QWEN3_TEMPLATE,
-        bos=None,
-        eos="<|im_end|>",
-        end_of_turn="<|im_end|>",
-        opening=("\n", "<think>"),
-        closing=(".\n", "</think>", "\n\n"),
-    ),
+    "qwen3_8b": QWEN3_LAYOUT,
+    "qwen3_30b_a3b": replace(QWEN3_LAYOUT, config_class="Qwen3MoeConfig", config=QWEN3_MOE),
     "deepseek_r1": Layout(
         config_class="DeepseekV3Config",
         config=DEEPSEEK_V3,

@@ -105,8 +105,10 @@ def quantities(params: Params, measured: Measured | None) -> Quantities:
         if not one_each:
             requests = Figure(None, f"prompts.turns: all, at least {number:,}")
         prompt, answer = fact(params, "prompt_tokens"), fact(params, "generated_tokens")
+        if answer.value is not None and answer.value > params.generate.max_tokens:
+            answer = Figure(params.generate.max_tokens, "generate.max_tokens cuts them", "≤ ")
     prompt_tokens = Figure(product(requests.value, prompt.value), _each(prompt))
-    answer_tokens = Figure(product(requests.value, answer.value), _each(answer))
+    answer_tokens = Figure(product(requests.value, answer.value), _each(answer), answer.bound)
     tokens = _sum(prompt_tokens, answer_tokens)
     share = max(number - prompts.num_held_out, 0) / number
     training = Figure(
@@ -420,6 +422,12 @@ def refusals(params: Params, place: Place) -> list[str]:
             f"{prompts.num_held_out:,} are more than the {questions:,} questions; what would fit: "
             + (f"prompts.sample_cap: {most}" if most > 0 else "a smaller prompts.num_held_out")
         )
+    layers = params.plan.num_hidden_layers
+    if layers is not None and params.extract.layer_ids[-1] >= layers:
+        refused.append(
+            f"extract.layer_ids {params.extract.layer_ids} of {layers} layers, of which the last "
+            "comes by itself"
+        )
     missing = [source for source in prompts.sources if not Path(source).exists()]
     if missing and not prompts.urls:
         refused.append(f"{missing[0]} of prompts.sources is not here, and prompts.urls names none")
@@ -459,7 +467,9 @@ def no_room(params: Params, place: Place) -> str:
     if disk.cache_free is not None:
         free += f" and {size(disk.cache_free)} where DVC's cache is"
     needed = written(in_all(wanted, disk), as_size)
-    return f"the outputs need {needed}, but {free}; what helps: " + "; ".join(options)
+    return f"the outputs need {needed}, but {free}; what helps:" + "".join(
+        f"\n    {option}" for option in options
+    )
 
 
 def in_all(wanted: Need, disk: Disk) -> Figure:
@@ -492,7 +502,7 @@ def beyond_gpus(params: Params) -> list[str]:
         return refused
     usable = memory * spread.utilization
     if each > usable:
-        enough = math.floor(plan.weights_gb / usable) + 1
+        enough = 2 ** math.ceil(math.log2(plan.weights_gb / usable))  # it divides the heads
         helps = f"--tensor-parallel-size of {enough} or more in verifier.server_args"
         if enough > plan.num_gpus:
             helps = f"{enough} such GPUs or more, or weights of fewer bytes"

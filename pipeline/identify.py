@@ -83,19 +83,15 @@ def identify(params: Params) -> VerifierIdentity:
     """
     verifier = params.verifier
     family = family_of(params.family)
-    check_parser(params)
     folder, weights = _files(verifier)
     config = _config(folder, verifier)
-    if params.extract.layer_ids[-1] > config["num_hidden_layers"]:
-        raise ParamsError(
-            f"extract.layer_ids is {params.extract.layer_ids}, but {verifier.model} has "
-            f"{config['num_hidden_layers']} layers"
-        )
+    check_layers(params.extract.layer_ids, config["num_hidden_layers"])
     tokenizer = load_tokenizer(folder, trust_remote_code=verifier.trust_remote_code)
     if not tokenizer.chat_template:
         raise VerifierError(f"{verifier.model} has no chat template, so nothing can be asked")
     start_id, end_id = think_ids(tokenizer, params.think)
     markers = prove(family, tokenizer, params)
+    check_parser(params)
     ends = end_ids(folder, config, tokenizer)
     if markers.end_of_turn_id not in ends:
         raise ParamsError(
@@ -139,6 +135,25 @@ def identify(params: Params) -> VerifierIdentity:
         family=params.family.name,
         family_verified=is_verified(params.family),
     )
+
+
+def check_layers(layer_ids: list[int], num_hidden_layers: int) -> None:
+    """Raises ParamsError for a layer that is not there, or that comes anyway: the last one does."""
+    if layer_ids[-1] >= num_hidden_layers:
+        raise ParamsError(
+            f"extract.layer_ids is {layer_ids}, but the verifier has {num_hidden_layers} layers, "
+            f"of which the last comes by itself; e.g. {usual_layers(num_hidden_layers)}"
+        )
+
+
+def usual_layers(num_hidden_layers: int) -> list[int]:
+    """An early, a middle and a late one, as speculators chooses them; empty where there are no
+    three."""
+    n = num_hidden_layers
+    for layers in ([2, n // 2, n - 3], [1, n // 2, n - 1], [0, 1, 2]):
+        if layers == sorted(set(layers)) and layers[-1] < n:
+            return layers
+    return []
 
 
 def think_ids(tokenizer: Any, think: Think) -> tuple[int, int]:

@@ -67,6 +67,7 @@ from pipeline.states_server import (
 )
 from pipeline.summary import REPORTS
 from pipeline.use import profile_path
+from pipeline.verifier import VERIFIER_PATH
 
 WIDTH = 160
 OUTPUTS = {"generate": TRACES, "reassemble": SEQUENCES, "extract": HIDDEN_STATES, "train": DRAFT}
@@ -81,7 +82,7 @@ def main() -> None:
     try:
         arguments = [argument for argument in sys.argv[1:] if argument]
         path = profile_path(arguments) if arguments else PARAMS_PATH
-        params, here = load_params(path), load_params()
+        params, here = as_identified(load_params(path)), as_identified(load_params())
         values, stages, lock = params.model_dump(), stages_in("dvc.yaml"), stages_in("dvc.lock")
         why = stages_to_run(stages, lock, values, dvc_status())
         place = look_around(stages, lock, values, frozenset(why))
@@ -105,6 +106,20 @@ def main() -> None:
     if refused:
         print(flush=True)
         sys.exit("\n".join(f"plan: refused: {refusal}" for refusal in refused))
+
+
+def as_identified(params: Params) -> Params:
+    """With what `identify` has found of this verifier in the place of the facts of the plan."""
+    if not VERIFIER_PATH.exists():
+        return params
+    found, named = read_json(VERIFIER_PATH), params.verifier
+    if (found["model"], found["revision"]) != (named.model, named.revision):
+        return params
+    facts = {key: found[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    facts["weights_gb"] = sum(file["size_bytes"] for file in found["weights"]) / 1e9
+    sources = params.plan.facts_from | dict.fromkeys(facts, str(VERIFIER_PATH))
+    plan = params.plan.model_copy(update={**facts, "facts_from": sources})
+    return params.model_copy(update={"plan": plan})
 
 
 # What would run
@@ -289,26 +304,33 @@ def commands(params: Params, path: Path, here: Params, place: Place) -> Iterator
     """What it is for, and what to type or what a stage runs."""
     if params != here:
         yield f"puts {path} into {PARAMS_PATH}", f"make use PROFILE={path.stem}"
+    verifier = params.verifier
+    if verifier.revision is None and not Path(verifier.model).is_dir():
+        yield (
+            "prints the commit for verifier.revision, which is null",
+            f"git ls-remote https://huggingface.co/{verifier.model} HEAD",
+        )
     if params.prompts.urls:
         yield f"fetches {', '.join(params.prompts.sources)}", "make raw"
     yield "all stages that have something to do, in order (as `dvc repro`)", "make repro"
     yield from server_commands(params, place)
-    if params.train.num_processes > 1:
+    if "train" in place.runs and params.train.num_processes > 1:
         from pipeline.train import torchrun_command  # speculators takes seconds to import
 
         yield "train runs", shlex.join(torchrun_command(params.train.num_processes))
 
 
 def server_commands(params: Params, place: Place) -> Iterator[tuple[str, str]]:
-    asked = endpoints_from("PIPELINE_GENERATE_ENDPOINTS", params.generate.endpoints)
-    command = serve_line(params.verifier, serve_command(params.verifier))
-    yield who_starts("generate", asked), command
-    asked = endpoints_from("PIPELINE_EXTRACT_ENDPOINTS", params.extract.endpoints)
-    what = who_starts("extract" if params.extract.mode == "stored" else "train, evaluate", asked)
-    yield (
-        f"{what}, with a staging folder of its own",
-        states_command(params, place),
-    )
+    if "generate" in place.runs:
+        asked = endpoints_from("PIPELINE_GENERATE_ENDPOINTS", params.generate.endpoints)
+        command = serve_line(params.verifier, serve_command(params.verifier))
+        yield who_starts("generate", asked), command
+    streamed = params.extract.mode == "streamed"
+    asking = ({"train", "evaluate"} if streamed else {"extract"}) & place.runs
+    if asking:
+        asked = endpoints_from("PIPELINE_EXTRACT_ENDPOINTS", params.extract.endpoints)
+        what = who_starts(", ".join(sorted(asking, reverse=True)), asked)
+        yield f"{what}, with a staging folder of its own", states_command(params, place)
 
 
 def who_starts(stage: str, endpoints: list[str]) -> str:
@@ -404,12 +426,20 @@ def bytes_rows(params: Params, found: Quantities, place: Place) -> list[Row]:
     return [
         *rows,
         ("DVC's cache", "", cache),
+        ("weights of the verifier", *weights_on_disk(params)),
         row("a checkpoint", checkpoint_bytes(params), as_size),
         row("needed now", in_all(wanted, place.disk), as_size),
         ("free here", size(place.disk.free), str(Path.cwd())),
         row("staged", staging(params), as_size),
         ("free in memory", size(place.shared_memory), str(SHARED_MEMORY)),
     ]
+
+
+def weights_on_disk(params: Params) -> tuple[str, str]:
+    if Path(params.verifier.model).is_dir():
+        return "", f"{params.verifier.model} is here"
+    weights = fact(params, "weights_gb")
+    return written(weights, "{:,.1f} GB".format), f"in HF_HOME, not counted here; {weights.source}"
 
 
 def memory_rows(params: Params) -> list[Row]:

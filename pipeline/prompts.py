@@ -264,7 +264,10 @@ def read_rows(path: Path) -> Iterator[Any]:
             case suffix:
                 raise DataError(f"{path}: {suffix or 'no suffix'} is not .jsonl, .json or .parquet")
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; see prompts.sources") from error
+        raise DataError(
+            f"{path}: {error.strerror or error}; `make raw` fetches what prompts.urls names, else "
+            "see prompts.sources"
+        ) from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, DataError):
             raise

@@ -28,7 +28,10 @@ def main() -> None:
         Path(source).parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "dvc", "import-url", url, source]
         if code := subprocess.run(command).returncode:
-            print(f"raw: {source} did not come from {url}; run it again", file=sys.stderr)
+            print(
+                f"raw: {source} did not come from {url}; check prompts.urls, or run it again",
+                file=sys.stderr,
+            )
             sys.exit(code)
 
 

@@ -29,7 +29,7 @@ from rich.text import Text
 from pipeline.diagnosis import SWITCHES
 from pipeline.errors import ParamsError, VerifierError
 from pipeline.families import FAMILIES, PROBE, family_of, generation_prompt, prove
-from pipeline.identify import WEIGHTS, end_ids, read_config, think_ids
+from pipeline.identify import WEIGHTS, end_ids, read_config, think_ids, usual_layers
 from pipeline.params import PARAMS_PATH, Dtype, Params, line_of, load_params
 from pipeline.resume import write_bytes
 from pipeline.use import PROFILES
@@ -463,13 +463,8 @@ def _states(model: Model, present: Params, dtype: str) -> Iterator[Line]:
     vocab_size, num_layers = model.config["vocab_size"], model.config["num_hidden_layers"]
     if present.reassemble.draft_vocab_size > vocab_size:
         yield Line("reassemble.draft_vocab_size", vocab_size, "proved", "all that the model has")
-    choices = (
-        [2, num_layers // 2, num_layers - 3],
-        [1, num_layers // 2, num_layers - 1],
-        [0, 1, 2],
-    )
-    layers = next((ids for ids in choices if ids == sorted({*ids}) and ids[-1] < num_layers), None)
-    if layers is None:
+    layers = usual_layers(num_layers)
+    if not layers:
         raise VerifierError(f"{model.name} has {num_layers} layers, and a draft sees three")
     why = f"of {num_layers} layers an early, a middle and a late one"
     yield Line("extract.layer_ids", layers, "likely", why)

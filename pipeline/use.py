@@ -28,8 +28,7 @@ def main() -> None:
         load_params(path)
     except ParamsError as error:
         sys.exit(f"use: {error}")
-    changed = ["git", "status", "--porcelain", "--", str(PARAMS_PATH)]
-    if subprocess.run(changed, capture_output=True, text=True).stdout:
+    if is_changed() and not is_a_profile():
         sys.exit(
             f"use: {PARAMS_PATH} has changes that would be lost: commit them or `git checkout "
             f"{PARAMS_PATH}` first"
@@ -41,11 +40,26 @@ def main() -> None:
     print(f"{PARAMS_PATH} has the values of {path}: `dvc params diff` shows what changed")
 
 
+def is_changed() -> bool:
+    """Whether params.yaml is not as git has it."""
+    status = ["git", "status", "--porcelain", "--", str(PARAMS_PATH)]
+    return bool(subprocess.run(status, capture_output=True, text=True).stdout)
+
+
+def is_a_profile() -> bool:
+    """Whether params.yaml has the values of a profile, so that nothing is lost with them."""
+    try:
+        return load_params() in map(load_params, PROFILES.glob("*.yaml"))
+    except ParamsError:
+        return False
+
+
 def profile_path(arguments: list[str]) -> Path:
     """Raises ParamsError: none is named, or there is no such profile."""
     names = sorted(path.stem for path in PROFILES.glob("*.yaml"))
     if len(arguments) != 1 or arguments[0] not in names:
-        raise ParamsError(f"name a profile: PROFILE={'|'.join(names)}")
+        there_is_no = f"there is no {' '.join(arguments)}; " if arguments else ""
+        raise ParamsError(f"{there_is_no}name a profile: PROFILE={'|'.join(names)}")
     return PROFILES / f"{arguments[0]}.yaml"
 
 

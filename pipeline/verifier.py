@@ -143,7 +143,7 @@ def small_files(model: str, revision: str | None) -> Path:
 def unreadable(model: str, revision: str | None, error: Exception) -> VerifierError:
     return VerifierError(
         f"{model} at {revision} cannot be read from the hub: {type(error).__name__}; check the "
-        "name, the revision and HF_TOKEN"
+        "network, the name, the revision and HF_TOKEN"
     )
 
 

@@ -115,7 +115,7 @@ def test_quantities_of_the_laptop(laptop: Params) -> None:
 
 
 def test_each_process_takes_a_batch_of_its_own(kimi: Params) -> None:
-    assert quantities(kimi, None).tokens_per_step == 8 * 8192
+    assert quantities(kimi, None).tokens_per_step == 8 * 10_240
 
 
 def test_no_more_is_asked_than_there_is(laptop: Params) -> None:
@@ -272,10 +272,10 @@ def test_unknown_bytes_are_not_refused(kimi: Params) -> None:
 def test_weights_beyond_the_gpus(kimi: Params) -> None:
     [refused] = beyond_gpus(with_facts(kimi, gpu_memory_gb=80.0))
     assert "74.4 GB of each GPU, of whose 80 GB vLLM uses 73.6" in refused
-    assert "9 such GPUs or more" in refused
+    assert "16 such GPUs or more" in refused
     with_two = kimi.verifier.model_copy(update={"server_args": ["-tp", "2"]})
     [refused] = beyond_gpus(kimi.model_copy(update={"verifier": with_two}))
-    assert "--tensor-parallel-size of 5 or more" in refused
+    assert "--tensor-parallel-size of 8 or more" in refused
     assert len(beyond_gpus(with_facts(kimi, num_gpus=4))) == 2  # and train.num_processes
 
 
@@ -431,7 +431,7 @@ def commands_of(params: Params, here: Params, name: str) -> dict[str, str]:
 
 def test_commands_of_a_profile(kimi: Params, laptop: Params) -> None:
     found = commands_of(kimi, laptop, "kimi_k2_5")
-    assert list(found) == ["puts", "fetches", "all", "generate", "extract", "train"]
+    assert list(found) == ["puts", "prints", "fetches", "all", "generate", "extract", "train"]
     assert found["puts"] == "make use PROFILE=kimi_k2_5"
     assert found["fetches"] == "make raw"
     assert found["train"].endswith(" ".join(torchrun_command(8)[1:]))
@@ -520,7 +520,7 @@ def test_the_plan_of_the_folder_and_of_nothing(
     assert "Plan of params.yaml" in out
     assert refused == ""
     _, refused = printed("nobody", capsys=capsys, monkeypatch=monkeypatch)
-    assert refused.startswith("plan: name a profile: PROFILE=")
+    assert refused.startswith("plan: there is no nobody; name a profile: PROFILE=")
 
 
 def test_nothing_to_do_is_said() -> None:

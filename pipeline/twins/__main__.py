@@ -2,29 +2,68 @@
 
     make twins                       (python -m pipeline.twins [PROFILE …])
 
+Reads    profiles/<profile>.yaml, profiles/laptop.yaml
 Writes   models/twins/<profile>: config, tokenizer, chat template and weights (100 to 200 MB each),
-         made in seconds, the same on every machine, not in git
+         made in seconds, the same on every machine
+         profiles/twin_<profile>.yaml: that profile with the twin as its verifier, the laptop's
+         server arguments, and smaller sizes. Neither is in git
 
 A twin has the architecture, the markers at their ids and the prompts of the model that the profile
 names (pipeline/twins/layouts.py). Whatever it is asked, it thinks and answers the same words: its
 weights are wired (pipeline/twins/wiring.py). So a run on it proves everything but the model.
+
+    make use PROFILE=twin_kimi_k2_5 && dvc repro evaluate
+
+`benchmark` has no CPU kernel for a draft beside Kimi-K2.5's and DeepSeek-R1's attention.
 """
 
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+import yaml
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 
-from pipeline.resume import TEMP_SUFFIX
+from pipeline.resume import TEMP_SUFFIX, write_bytes
 from pipeline.twins.layouts import LAYOUTS, Layout
 from pipeline.twins.tokenizer import build_tokenizer
 from pipeline.twins.wiring import wire
+from pipeline.use import PROFILES
 
 TWINS = Path("models/twins")
 SEED = 0
+# What the model is, how it is asked and how it is read stay the profile's.
+SMALLER: dict[str, dict[str, Any]] = {
+    "verifier": {"max_model_len": 1024},
+    "prompts": {
+        "sources": ["data/raw/questions.jsonl"],
+        "urls": [],
+        "num_held_out": 16,
+        "sample_cap": 64,
+    },
+    "generate": {"concurrency": 16, "max_tokens": 512, "retry_max_tokens": 768},
+    "reassemble": {"max_tokens": 1024, "draft_vocab_size": 256},
+    "extract": {"layer_ids": [1, 2, 4]},
+    "train": {
+        "num_processes": 1,
+        "num_steps": 60,
+        "checkpoint_steps": 60,
+        "max_tokens_per_batch": 640,
+        "learning_rate": 0.001,
+        "muon_learning_rate": 0.005,
+    },
+    "benchmark": {
+        "num_prompts": 4,
+        "concurrency": [1],
+        "temperatures": [0.0],
+        "both_thinking_modes": False,
+        "max_tokens": 512,
+        "side_by_side": True,
+    },
+}
 # No word or sign twice, or two tokens would follow it.
 REASONING = (
     "Okay let me look at what this person wants to know before I say anything about it: First "
@@ -45,7 +84,29 @@ def main() -> None:
         if name not in LAYOUTS:
             parser.error(f"no twin of {name}; there are {', '.join(LAYOUTS)}")
         make_twin(LAYOUTS[name], TWINS / name)
-        print(TWINS / name)
+        path = PROFILES / f"twin_{name}.yaml"
+        text = yaml.safe_dump(twin_profile(name), sort_keys=False, allow_unicode=True)
+        write_bytes(path, f"# Made by `make twins`\n\n{text}".encode())
+        print(f"{TWINS / name}: make use PROFILE={path.stem}")
+
+
+def twin_profile(name: str) -> dict[str, Any]:
+    """The values of a profile, less its sizes."""
+    values, laptop = (read_yaml(PROFILES / f"{profile}.yaml") for profile in (name, "laptop"))
+    values["verifier"] |= {
+        "model": (TWINS / name).as_posix(),
+        "revision": None,
+        **{key: laptop["verifier"][key] for key in ("server_args", "server_env")},
+    }
+    for section, sizes in SMALLER.items():
+        values[section] |= sizes
+    values["plan"] = dict.fromkeys(values["plan"]) | {"facts_from": {}}
+    return values
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return values
 
 
 def make_twin(layout: Layout, folder: Path) -> None:

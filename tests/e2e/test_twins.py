@@ -16,33 +16,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 NUM_HELD_OUT, NUM_TRAIN = 16, 64
 NUM_DRAFT_TOKENS = 3
-# Sizes alone: what the model is, how it is asked and read, is the profile's.
-SMALLER = {
-    "verifier__max_model_len": 1024,
-    "prompts__sources": ["data/raw/questions.jsonl"],
-    "prompts__urls": [],
-    "prompts__num_held_out": NUM_HELD_OUT,
-    "prompts__sample_cap": NUM_TRAIN,
-    "generate__concurrency": 16,
-    "generate__max_tokens": 512,
-    "generate__retry_max_tokens": 768,
-    "reassemble__max_tokens": 1024,
-    "reassemble__draft_vocab_size": 256,
-    "extract__layer_ids": [1, 2, 4],  # the twin has five
-    "train__num_processes": 1,
-    "train__num_steps": 60,
-    "train__checkpoint_steps": 60,
-    "train__max_tokens_per_batch": 640,
-    "train__learning_rate": 0.001,
-    "train__muon_learning_rate": 0.005,
-    "benchmark__num_draft_tokens": NUM_DRAFT_TOKENS,
-    "benchmark__num_prompts": 4,
-    "benchmark__concurrency": [1],
-    "benchmark__temperatures": [0.0],
-    "benchmark__both_thinking_modes": False,
-    "benchmark__max_tokens": 512,
-    "benchmark__side_by_side": True,
-}
+# What must stay the profile's: all that is about the model.
+OF_THE_MODEL = ("think", "family")
+ALSO = (
+    *("verifier.dtype", "verifier.reasoning_parser", "verifier.trust_remote_code"),
+    *("generate.thinking", "generate.thinking_switch", "generate.temperature", "generate.gate"),
+    *("reassemble.source", "extract.dtype", "extract.mode", "train.dtype"),
+)
 # By hand: think ids, where the think-start is, whether there is a switch.
 TWINS = {
     "kimi_k2_5": (163606, 163607, "prompt", True),
@@ -67,13 +47,23 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     name = request.param
     project = clone_of_the_working_tree(tmp_path_factory.mktemp(name))
     project.run("python", "-m", "pipeline.twins", name)
-    project.run("python", "-m", "pipeline.use", name)
-    cpu = yaml.safe_load((project.root / "profiles/laptop.yaml").read_text())["verifier"]
-    on_a_cpu = {f"verifier__{key}": cpu[key] for key in ("server_args", "server_env")}
-    project.set_params(verifier__model=f"models/twins/{name}", **on_a_cpu, **SMALLER)
+    project.run("python", "-m", "pipeline.use", f"twin_{name}")
     project.repro("evaluate")
     yield project, name
     shutil.rmtree(project.root)
+
+
+def test_it_runs_by_the_profiles_own_params(run: tuple[Project, str]) -> None:
+    project, name = run
+    used, meant = (
+        yaml.safe_load((project.root / path).read_text())
+        for path in ("params.yaml", f"profiles/{name}.yaml")
+    )
+    for section in OF_THE_MODEL:
+        assert used[section] == meant[section]
+    for key in ALSO:
+        section, _, field = key.partition(".")
+        assert used[section][field] == meant[section][field], key
 
 
 def report(project: Project, stage: str) -> dict[str, Any]:

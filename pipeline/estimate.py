@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from pipeline.errors import ParamsError
 from pipeline.params import Params
 from pipeline.room import size, staging_bytes
 from pipeline.shards import STORED_AS
@@ -103,12 +104,15 @@ def quantities(params: Params, measured: Measured | None) -> Quantities:
         one_each = prompts.turns == "first"
         requests = Figure(number, "one a question (prompts.turns: first)")
         if not one_each:
-            requests = Figure(None, f"prompts.turns: all, at least {number:,}")
+            requests = Figure(number, "prompts.turns: all, at least one a question", "≥ ")
         prompt, answer = fact(params, "prompt_tokens"), fact(params, "generated_tokens")
         if answer.value is not None and answer.value > params.generate.max_tokens:
             answer = Figure(params.generate.max_tokens, "generate.max_tokens cuts them", "≤ ")
-    prompt_tokens = Figure(product(requests.value, prompt.value), _each(prompt))
-    answer_tokens = Figure(product(requests.value, answer.value), _each(answer), answer.bound)
+    bound = requests.bound
+    prompt_tokens = Figure(product(requests.value, prompt.value), _each(prompt), bound)
+    answer_tokens = Figure(
+        product(requests.value, answer.value), _each(answer), answer.bound or bound
+    )
     tokens = _sum(prompt_tokens, answer_tokens)
     share = max(number - prompts.num_held_out, 0) / number
     training = Figure(
@@ -136,7 +140,7 @@ def _sum(prompts: Figure, answers: Figure) -> Figure:
     if answers.value is None or prompts.value is None:
         alone = f"the answers alone ({prompts.source})" if answers.value else answers.source
         return Figure(answers.value, alone, "≥ " if answers.value else "")
-    return Figure(prompts.value + answers.value, "prompts + answers")
+    return Figure(prompts.value + answers.value, "prompts + answers", answers.bound)
 
 
 def state_bytes(params: Params, hidden_size: int, tokens: float, answer_tokens: float) -> float:
@@ -285,10 +289,16 @@ def training_bytes(draft: DraftParameters) -> int:
 
 
 def servers(server_args: Sequence[str]) -> Servers:
-    tensor = int(_argument(server_args, "--tensor-parallel-size", "-tp") or 1)
-    pipeline = int(_argument(server_args, "--pipeline-parallel-size", "-pp") or 1)
-    copies = int(_argument(server_args, "--data-parallel-size", "-dp") or 1)
-    share = float(_argument(server_args, "--gpu-memory-utilization") or GPU_MEMORY_UTILIZATION)
+    """Raises ParamsError for numbers that vLLM would not take."""
+    try:
+        tensor = int(_argument(server_args, "--tensor-parallel-size", "-tp") or 1)
+        pipeline = int(_argument(server_args, "--pipeline-parallel-size", "-pp") or 1)
+        copies = int(_argument(server_args, "--data-parallel-size", "-dp") or 1)
+        share = float(_argument(server_args, "--gpu-memory-utilization") or GPU_MEMORY_UTILIZATION)
+        if min(tensor, pipeline, copies) < 1 or not 0 < share <= 1:
+            raise ValueError("out of range")
+    except ValueError as error:
+        raise ParamsError(f"verifier.server_args: {' '.join(server_args)}: {error}") from error
     return Servers(tensor * pipeline, copies, share)
 
 
@@ -440,8 +450,9 @@ def no_room(params: Params, place: Place) -> str:
     disk, wanted = place.disk, need(params, place)
 
     def takes(other: Params, where: Place) -> str:
-        verdict = "fits" if fits(other, where) else "does not fit"
-        return f"{written(in_all(need(other, where), where.disk), as_size)}: {verdict}"
+        taken = in_all(need(other, where), where.disk)
+        verdict = ("may fit" if taken.bound else "fits") if fits(other, where) else "does not fit"
+        return f"{written(taken, as_size)}: {verdict}"
 
     anew = place._replace(there={**place.there, "extract": 0})
     options = []
@@ -449,13 +460,15 @@ def no_room(params: Params, place: Place) -> str:
         if params.extract.dtype != "float8_e4m3":
             other = with_extract(params, dtype="float8_e4m3")
             options.append(f"extract.dtype: float8_e4m3 ({takes(other, anew)})")
-        one_process = " with train.num_processes: 1" if params.train.num_processes > 1 else ""
+        also = " with train.num_processes: 1" if params.train.num_processes > 1 else ""
+        if params.plan.num_gpus:
+            also += ", a GPU kept back from the server for the training"
         other = with_extract(params, mode="streamed")
-        options.append(f"extract.mode: streamed{one_process} ({takes(other, anew)})")
+        options.append(f"extract.mode: streamed{also} ({takes(other, anew)})")
     cap = largest_cap(params, place)
-    fitting = f"{cap:,} would fit" if cap else "not even 1 would fit"
-    at_most = "at most " if cap and wanted.outputs.bound else ""
-    options.append(f"a smaller prompts.sample_cap ({at_most}{fitting})")
+    if cap:
+        at_most = "at most " if wanted.outputs.bound else ""
+        options.append(f"a smaller prompts.sample_cap ({at_most}{cap:,} would fit)")
     if staged_on_disk(params, place):
         options.append("a smaller extract.concurrency")
     if disk.cache_free is None and not disk.shares_blocks:
@@ -501,7 +514,7 @@ def beyond_gpus(params: Params) -> list[str]:
     if each is None or memory is None or plan.weights_gb is None:
         return refused
     usable = memory * spread.utilization
-    if each > usable:
+    if each >= usable:
         enough = 2 ** math.ceil(math.log2(plan.weights_gb / usable))  # it divides the heads
         helps = f"--tensor-parallel-size of {enough} or more in verifier.server_args"
         if enough > plan.num_gpus:

@@ -2,7 +2,7 @@
 
 Reads    the verifier's config, tokenizer, chat template and weights; params `verifier.*`,
          `think.*`, `family.*`, `generate.thinking`, `generate.thinking_switch`,
-         `extract.layer_ids`
+         `extract.layer_ids`, `reassemble.draft_vocab_size`, `train.init_from`
 Writes   data/verifier.json (the source of ids and sizes for all later stages),
          reports/identify.json
 Run      python -m pipeline.identify; with --suggest DIR_OR_ID it writes a profile for a model
@@ -86,6 +86,7 @@ def identify(params: Params) -> VerifierIdentity:
     folder, weights = _files(verifier)
     config = _config(folder, verifier)
     check_layers(params.extract.layer_ids, config["num_hidden_layers"])
+    check_draft(params, config["vocab_size"])
     tokenizer = load_tokenizer(folder, trust_remote_code=verifier.trust_remote_code)
     if not tokenizer.chat_template:
         raise VerifierError(f"{verifier.model} has no chat template, so nothing can be asked")
@@ -144,6 +145,18 @@ def check_layers(layer_ids: list[int], num_hidden_layers: int) -> None:
             f"extract.layer_ids is {layer_ids}, but the verifier has {num_hidden_layers} layers, "
             f"of which the last comes by itself; e.g. {usual_layers(num_hidden_layers)}"
         )
+
+
+def check_draft(params: Params, vocab_size: int) -> None:
+    """What later stages would find out when the answers are paid for. Raises ParamsError."""
+    if params.reassemble.draft_vocab_size > vocab_size:
+        raise ParamsError(
+            f"reassemble.draft_vocab_size is {params.reassemble.draft_vocab_size}, more than the "
+            f"verifier's {vocab_size}"
+        )
+    init_from = params.train.init_from
+    if init_from and not (Path(init_from) / "config.json").is_file():
+        raise ParamsError(f"train.init_from is {init_from}, where there is no draft")
 
 
 def usual_layers(num_hidden_layers: int) -> list[int]:

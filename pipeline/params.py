@@ -135,6 +135,8 @@ class Prompts(Section):
                 f"urls must name one for each of the {len(self.sources)} sources or none, "
                 f"not {len(self.urls)}"
             )
+        if any("@" in url.partition("//")[2].partition("/")[0] for url in self.urls):
+            raise ValueError("urls must hold no user name or password: they go into git")
         return self
 
 

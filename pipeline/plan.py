@@ -74,6 +74,7 @@ OUTPUTS = {"generate": TRACES, "reassemble": SEQUENCES, "extract": HIDDEN_STATES
 PROBE_REQUESTS = 3
 # More or fewer questions leave the answers and states of the others as they are.
 GROWS = frozenset({"prompts.sample_cap", "prompts.num_held_out"})
+GIVEN = frozenset({"data/raw", "models/verifier"})
 Lock = Mapping[str, Any]
 """The stages of dvc.lock, or of dvc.yaml."""
 
@@ -84,14 +85,16 @@ def main() -> None:
         path = profile_path(arguments) if arguments else PARAMS_PATH
         params, here = as_identified(load_params(path)), as_identified(load_params())
         values, stages, lock = params.model_dump(), stages_in("dvc.yaml"), stages_in("dvc.lock")
-        why = stages_to_run(stages, lock, values, dvc_status())
-        place = look_around(stages, lock, values, frozenset(why))
-    except PipelineError as error:
-        sys.exit(f"plan: {error}")
+        status = dvc_status()
+        why = stages_to_run(stages, lock, values, status)
+        place = look_around(stages, lock, values, status, frozenset(why))
+        found = quantities(params, place.measured)
+        rates = throughput(params, served_before(params, here, lock))
+        refused = refusals(params, place)
+    except (PipelineError, yaml.YAMLError, OverflowError) as error:
+        sys.exit(f"plan: {' '.join(str(error).split())}")
     out = Console(markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
     out.print(f"Plan of {path}\n", style="bold")
-    found = quantities(params, place.measured)
-    rates = throughput(params, served_before(params, here, lock))
     out.print(stages_table(list(stages), why))
     out.print(figures_table("How much", quantities_rows(params, found)))
     out.print(figures_table("Bytes on disk", bytes_rows(params, found, place)))
@@ -102,7 +105,6 @@ def main() -> None:
     out.print("Commands", style="bold")
     for what, command in commands(params, path, here, place):
         print(f"  # {what}\n  {command}")
-    refused = refusals(params, place)
     if refused:
         print(flush=True)
         sys.exit("\n".join(f"plan: refused: {refusal}" for refusal in refused))
@@ -128,8 +130,8 @@ def as_identified(params: Params) -> Params:
 def stages_in(file: str) -> dict[str, Any]:
     """Of dvc.yaml or dvc.lock, less the frozen ones; none where the file is missing."""
     path = Path(file)
-    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    stages: dict[str, Any] = found.get("stages", {})
+    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    stages: dict[str, Any] = (found or {}).get("stages") or {}
     return {name: stage for name, stage in stages.items() if not stage.get("frozen")}
 
 
@@ -207,9 +209,18 @@ def changed_files(entries: list[Any]) -> Iterator[tuple[str, str]]:
 # What is here
 
 
-def look_around(stages: Lock, lock: Lock, values: Mapping[str, Any], runs: frozenset[str]) -> Place:
+def look_around(
+    stages: Lock,
+    lock: Lock,
+    values: Mapping[str, Any],
+    status: Mapping[str, list[Any]],
+    runs: frozenset[str],
+) -> Place:
+    # Params, and what is given from outside: other questions, another model.
     changed = {
-        name: set(changed_params(stage, lock.get(name), values)) for name, stage in stages.items()
+        name: set(changed_params(stage, lock.get(name), values))
+        | ({path for path, _ in changed_files(status.get(name, []))} & GIVEN)
+        for name, stage in stages.items()
     }
     upto = {
         name: set().union(*(changed[earlier] for earlier in list(stages)[: place + 1]))
@@ -289,11 +300,12 @@ def throughput(params: Params, served: bool) -> dict[str, Figure]:
     rates = {}
     for stage in ("generate", "extract", "train"):
         rates[stage] = fact(params, f"{stage}_tokens_per_s")
-        path = LOGS / f"{stage}.status.json"
+        path = LOGS / f"{stage}.status.json"  # train has none
         if served and path.exists():
             last = read_json(path)
-            if last["state"] == "done" and last["tokens_per_s"] > 0:  # 0: it asked nothing
-                rates[stage] = Figure(last["tokens_per_s"], f"{path}, the last run")
+            rate = last.get("tokens_per_s") if isinstance(last, dict) else None
+            if rate and last.get("state") == "done":  # 0: it asked nothing
+                rates[stage] = Figure(rate, f"{path}, the last run")
     return rates
 
 

@@ -22,11 +22,18 @@ def main() -> None:
     if not params.urls:
         print("prompts.urls is empty: prompts.sources are files that are here")
     for source, url in zip(params.sources, params.urls, strict=bool(params.urls)):
+        known = Path(f"{source}.dvc")
         if Path(source).exists():
-            print(f"{source} is here; `dvc update {source}.dvc` looks for a newer one")
+            newer = f"; `dvc update {known}` looks for a newer one" if known.exists() else ""
+            print(f"{source} is here{newer}")
             continue
+        if known.exists():
+            sys.exit(
+                f"raw: {known} pins {source}: `dvc pull {known}` brings those bytes from a remote, "
+                f"`dvc update {known}` what the URL gives now"
+            )
         Path(source).parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "dvc", "import-url", url, source]
+        command = [sys.executable, "-m", "dvc", "import-url", "--", url, source]
         if code := subprocess.run(command).returncode:
             print(
                 f"raw: {source} did not come from {url}; check prompts.urls, or run it again",

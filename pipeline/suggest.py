@@ -477,7 +477,8 @@ def _states(model: Model, present: Params, dtype: str) -> Iterator[Line]:
 
 def _plan(model: Model) -> Iterator[Line]:
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
-        if (value := model.config.get(key)) is not None:
+        value = model.config.get(key)
+        if isinstance(value, int) and value > 0:
             yield Line(f"plan.{key}", value, "proved", "config.json")
         else:
             yield Line(f"plan.{key}", None, "guess", "config.json holds none")
@@ -514,7 +515,7 @@ def profile_text(model: Model, lines: list[Line]) -> str:
         rows = text.splitlines()
         for line in lines:
             if line.sure == "guess":
-                rows[line_of(line.key, path) - 1] += f"  # unsure: {line.why}"
+                rows[line_of(line.key, path) - 1] += f"  # unsure: {' '.join(line.why.split())}"
         text = "\n".join([f"# Suggested for {model.name} from its own files", "", *rows, ""])
         path.write_text(text, encoding="utf-8")
         params = load_params(path)

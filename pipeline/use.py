@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -25,25 +26,44 @@ PROFILES = Path("profiles")
 def main() -> None:
     try:
         path = profile_path(sys.argv[1:])
-        load_params(path)
+        wanted = load_params(path)
+        if not is_a_profile():
+            check_committed()
+        text = edited(PARAMS_PATH, path)
+        with TemporaryDirectory() as folder:
+            trial = Path(folder) / PARAMS_PATH.name
+            trial.write_text(text, encoding="utf-8")
+            if load_params(trial) != wanted:
+                raise ParamsError("other values came out")
     except ParamsError as error:
         sys.exit(f"use: {error}")
-    if is_changed() and not is_a_profile():
-        sys.exit(
-            f"use: {PARAMS_PATH} has changes that would be lost: commit them or `git checkout "
-            f"{PARAMS_PATH}` first"
-        )
-    text = PARAMS_PATH.read_text(encoding="utf-8")
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    write_bytes(PARAMS_PATH, with_values(text, values).encode())
-    assert load_params() == load_params(path)
+    write_bytes(PARAMS_PATH, text.encode())
     print(f"{PARAMS_PATH} has the values of {path}: `dvc params diff` shows what changed")
 
 
-def is_changed() -> bool:
-    """Whether params.yaml is not as git has it."""
-    status = ["git", "status", "--porcelain", "--", str(PARAMS_PATH)]
-    return bool(subprocess.run(status, capture_output=True, text=True).stdout)
+def check_committed() -> None:
+    """Raises ParamsError unless git can bring back params.yaml as it is."""
+    name = str(PARAMS_PATH)
+    for command in (["ls-files", "--error-unmatch", name], ["status", "--porcelain", "--", name]):
+        done = subprocess.run(["git", *command], capture_output=True, text=True)
+        if done.returncode:
+            raise ParamsError(f"git does not have {name}, which would be lost: copy it first")
+    if done.stdout:
+        raise ParamsError(
+            f"{name} has changes that would be lost: commit them or `git checkout {name}` first"
+        )
+
+
+def edited(params: Path, profile: Path) -> str:
+    """Raises ParamsError: the params file is written in a way that this cannot edit."""
+    values = yaml.safe_load(profile.read_text(encoding="utf-8"))
+    try:
+        return with_values(params.read_text(encoding="utf-8"), values)
+    except (OSError, yaml.YAMLError, AssertionError, KeyError, TypeError, AttributeError) as error:
+        raise ParamsError(
+            f"{params} is written in a way that cannot be edited ({type(error).__name__}): `git "
+            f"checkout` the one that ships, or `cp {profile} {params}`"
+        ) from error
 
 
 def is_a_profile() -> bool:
@@ -67,13 +87,14 @@ def with_values(manual: str, values: dict[str, Any]) -> str:
     """The text of a params file with other values in their places: all else stays, comments too."""
     node = yaml.compose(manual)
     assert isinstance(node, yaml.MappingNode)
-    for start, end, text in sorted(_changes(node, values, yaml.safe_load(manual)), reverse=True):
+    changes = _changes(manual, node, values, yaml.safe_load(manual))
+    for start, end, text in sorted(changes, reverse=True):
         manual = manual[:start] + text + manual[end:]
     return manual
 
 
 def _changes(
-    node: yaml.MappingNode, values: dict[str, Any], now: dict[str, Any]
+    manual: str, node: yaml.MappingNode, values: dict[str, Any], now: dict[str, Any]
 ) -> Iterator[tuple[int, int, str]]:
     """Begin and end of what changes, and what it becomes."""
     for key_node, value_node in node.value:
@@ -82,13 +103,13 @@ def _changes(
             continue
         same_keys = isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys()
         if same_keys and isinstance(value_node, yaml.MappingNode):
-            yield from _changes(value_node, new, old)
+            yield from _changes(manual, value_node, new, old)
         else:
             # Of a block the end mark lies behind the comments that follow it.
             last = value_node
             while isinstance(last, yaml.CollectionNode) and not last.flow_style:
                 last = last.value[-1][1] if isinstance(last, yaml.MappingNode) else last.value[-1]
-            begin = key_node.end_mark.index + 1  # behind the colon
+            begin = manual.index(":", key_node.end_mark.index) + 1
             yield begin, last.end_mark.index, _written(new, key_node.start_mark.column + 2)
 
 

@@ -159,7 +159,6 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError) as error:
-        raise VerifierError(
-            f"the tokenizer in {folder} does not load: {str(error).splitlines()[0]}"
-        ) from error
+    except Exception as error:  # the model's own files, and perhaps its own code
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise VerifierError(f"the tokenizer in {folder} does not load: {reason}") from error

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -134,6 +135,45 @@ def test_use_loses_no_change(repository: Path) -> None:
     assert path.read_text().endswith("# mine\n")
 
 
+@pytest.mark.parametrize("known", [False, None], ids=["not in git", "no git"])
+def test_use_loses_nothing_that_git_does_not_have(repository: Path, known: bool | None) -> None:
+    path = Path("params.yaml")
+    path.write_text(path.read_text().replace("sample_cap: 400", "sample_cap: 401"))
+    if known is None:
+        (repository / ".git").rename(repository / "elsewhere")
+    else:
+        subprocess.run(["git", "rm", "-q", "--cached", "params.yaml"], check=True)
+    with pytest.raises(SystemExit, match=r"git does not have params\.yaml"):
+        use_profile("kimi_k2_5")
+    assert "sample_cap: 401" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("  max_tokens: 512\n", "  max_tokens: &m 512\n"),
+        ("model: models/verifier", "model: |-\n    models/verifier"),
+        ("start_id: 1022", "start_id   : 1022"),
+        ("plan:\n", "plam:\n"),
+    ],
+    ids=["anchor", "block", "spaces", "unknown key"],
+)
+def test_use_edits_or_refuses_and_never_breaks_the_file(
+    repository: Path, old: str, new: str
+) -> None:
+    path = Path("params.yaml")
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    subprocess.run(["git", "add", "-A"], check=True)
+    subprocess.run(["git", *IDENTITY, "commit", "-qm", "by hand"], check=True)
+    before = path.read_text()
+    with suppress(SystemExit):
+        use_profile("kimi_k2_5")
+        assert load_params() == load_params(PROFILES["kimi_k2_5"])
+        return
+    assert path.read_text() == before
+
+
 @pytest.mark.parametrize("names", [(), ("kimi",), ("../params",), ("laptop", "laptop")])
 def test_use_names_the_profiles_there_are(repository: Path, names: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit, match=r"name a profile: PROFILE=deepseek_r1\|kimi_k2_5"):
@@ -180,6 +220,31 @@ def test_raw_brings_questions_that_the_next_stage_reads(
     assert "is here" in capfd.readouterr().out
 
 
+def test_what_was_imported_before_keeps_its_hash(
+    repository: Path, files_by_http: tuple[Path, str]
+) -> None:
+    """A clone of a project whose .dvc file is in git must not take what the URL gives today."""
+    _, url = files_by_http
+    known = Path("data/raw/q.jsonl.dvc")
+    known.parent.mkdir(parents=True)
+    known.write_text("outs: []\n")
+    values = yaml.safe_load(Path("params.yaml").read_text())
+    values["prompts"] |= {"sources": ["data/raw/q.jsonl"], "urls": [f"{url}/q.jsonl"]}
+    Path("params.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(SystemExit, match=r"dvc pull data/raw/q.jsonl.dvc"):
+        raw.main()
+    assert known.read_text() == "outs: []\n"
+
+
+def test_urls_hold_no_secret(repository: Path) -> None:
+    values = yaml.safe_load(Path("params.yaml").read_text())
+    values["prompts"]["urls"] = ["https://me:secret@there.example/q.jsonl"]
+    Path("params.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ParamsError, match="no user name or password") as refused:
+        load_params()
+    assert "secret" not in str(refused.value)
+
+
 def test_a_source_that_does_not_come_is_named(
     repository: Path, files_by_http: tuple[Path, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,11 +279,23 @@ WRONG = {
         {"verifier.reasoning_parser": "deepseek_r1"},
         "reasoning_parser is 'deepseek_r1'; of family kimi_k2_5 it is kimi_k2",
     ),
-    "another family": ({"family.name": "qwen3"}, "family.name qwen3: .* is no single token"),
+    "another family": (
+        {"family.name": "qwen3", "verifier.reasoning_parser": None},
+        "family.name qwen3: .* is no single token",
+    ),
     "layers out of range": (
         {"extract.layer_ids": [2, 30, 58]},
         r"extract.layer_ids is \[2, 30, 58\], but .* has 5 layers",
     ),
+    "the last layer": (
+        {"extract.layer_ids": [1, 2, 5]},
+        r"extract.layer_ids is \[1, 2, 5\], .* e.g. \[1, 2, 4\]",
+    ),
+    "draft vocabulary": (
+        {"reassemble.draft_vocab_size": 200_000},
+        "draft_vocab_size is 200000, more than the verifier's 163840",
+    ),
+    "draft to begin with": ({"train.init_from": "no/such"}, "init_from is no/such, where there is"),
     "context of the model": ({"verifier.max_model_len": 50_000}, "the model's context is 40960"),
     "context below max_tokens": (
         {"verifier.max_model_len": 4096},

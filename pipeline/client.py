@@ -25,7 +25,7 @@ import asyncio
 import random
 import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -131,12 +131,22 @@ async def ask_all(
                 watch.cancel()
 
 
-def run(coroutine: Any) -> None:
-    """`asyncio.run`, with the first real error instead of a group of them."""
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run`, with the first real error instead of a group of them, and without a traceback
+    of the task that SIGTERM happened to meet."""
     try:
-        asyncio.run(coroutine)
+        asyncio.run(_with_quiet_exits(coroutine))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
+
+
+async def _with_quiet_exits(coroutine: Coroutine[Any, Any, None]) -> None:
+    def tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), SystemExit):
+            loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(tell)
+    await coroutine
 
 
 async def _ask(request: Request, pool: Pool) -> Answer:

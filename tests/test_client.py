@@ -1,6 +1,7 @@
 """Many requests at once: what is on the wire, what is repeated, and what ends the run."""
 
 import asyncio
+import gc
 import random
 import resource
 from dataclasses import replace
@@ -564,3 +565,21 @@ def test_a_key_that_no_header_can_hold_is_one_clear_line_without_it(server, monk
         ask(server, ["Q"])
     assert "sk-" not in str(caught.value)
     assert server.bodies == []
+
+
+def test_an_exit_within_a_task_leaves_no_traceback(caplog):
+    """As the handler of SIGTERM does it, whatever runs at that moment."""
+
+    async def end():
+        raise SystemExit(143)
+
+    async def main():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.sleep(60))
+            await asyncio.wait([tasks.create_task(end())])
+
+    with pytest.raises(SystemExit, match="143"):
+        run(main())
+    gc.collect()
+    assert "Traceback" not in caplog.text
+    assert "never retrieved" not in caplog.text

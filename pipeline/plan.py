@@ -137,12 +137,18 @@ def stages_in(file: str) -> dict[str, Any]:
 
 def dvc_status() -> dict[str, list[Any]]:
     """What DVC finds changed in each stage. Raises UserError when it cannot say."""
-    command = [sys.executable, "-m", "dvc", "status", "--json"]
+    status: dict[str, list[Any]] = json.loads(dvc("status", "--json"))
+    return status
+
+
+def dvc(*arguments: str) -> str:
+    """What a command of DVC writes. Raises UserError when it fails."""
+    command = [sys.executable, "-m", "dvc", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"dvc status: {(done.stderr.splitlines() or ['no word'])[-1]}")
-    status: dict[str, list[Any]] = json.loads(done.stdout)
-    return status
+        told = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise UserError(f"dvc {' '.join(arguments)}: {(told or ['no word'])[-1]}")
+    return done.stdout
 
 
 def changed_params(stage: Any, locked: Any, values: Mapping[str, Any]) -> dict[str, str]:
@@ -259,11 +265,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def cache_folder() -> Path:
-    command = [sys.executable, "-m", "dvc", "cache", "dir"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"dvc cache dir: {(done.stderr.splitlines() or ['no word'])[-1]}")
-    folder = Path(done.stdout.strip())
+    folder = Path(dvc("cache", "dir").strip())
     while not folder.exists():  # nothing has been cached yet
         folder = folder.parent
     return folder
@@ -455,7 +457,7 @@ def weights_on_disk(params: Params) -> tuple[str, str]:
 
 
 def memory_rows(params: Params) -> list[Row]:
-    spread, number = servers(params.verifier.server_args), params.train.num_processes
+    parallel, number = servers(params.verifier.server_args), params.train.num_processes
     memory = fact(params, "gpu_memory_gb")
     rows = [
         row("GPUs", fact(params, "num_gpus")),
@@ -463,8 +465,8 @@ def memory_rows(params: Params) -> list[Row]:
         row("GB of a GPU", memory, "{:,.1f}".format),
     ]
     if memory.value is not None:
-        share = f"--gpu-memory-utilization {spread.utilization}; what the weights leave is cache"
-        usable = Figure(memory.value * spread.utilization, share)
+        share = f"--gpu-memory-utilization {parallel.utilization}; what the weights leave is cache"
+        usable = Figure(memory.value * parallel.utilization, share)
         rows.append(row("of which vLLM uses", usable, "{:,.1f}".format))
     draft = draft_parameters(params)
     if draft is None:

@@ -428,7 +428,7 @@ def test_what_stays_when_more_is_asked(project: Path, monkeypatch: pytest.Monkey
 
 def test_outside_of_dvc_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(plan.UserError, match="dvc status: ERROR: you are not inside"):
+    with pytest.raises(plan.UserError, match="dvc status --json: ERROR: you are not inside"):
         plan.dvc_status()
 
 

@@ -23,7 +23,11 @@ from pipeline.twins.__main__ import make_twin
 from pipeline.twins.layouts import LAYOUTS
 from tests.conftest import ROOT
 
-PROFILES = {path.stem: path for path in sorted((ROOT / "profiles").glob("[!t]*.yaml"))}
+PROFILES = {
+    path.stem: path
+    for path in sorted((ROOT / "profiles").glob("*.yaml"))
+    if not path.stem.startswith("twin_")  # made by `make twins`
+}
 IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@localhost")
 # By hand, from public tables: hub id, GPUs, think ids, parser, family, switch, own code.
 MODELS = {

@@ -623,10 +623,10 @@ def test_a_vllm_with_other_weights_is_found(demo: Path, monkeypatch: pytest.Monk
         for name, w in load_file(path).items()
     }
     save_file({n: w.bfloat16() for n, w in weights.items()}, path, metadata={"format": "pt"})
-    right = states_server._server
+    right = states_server.with_room
     monkeypatch.setattr(
         states_server,
-        "_server",
+        "with_room",
         lambda verifier: right(verifier).model_copy(update={"model": "models/other"}),
     )
     with pytest.raises(BadRun, match="another verifier"):

@@ -101,9 +101,9 @@ def quantities(params: Params, measured: Measured | None) -> Quantities:
         prompt = Figure(measured.prompt_tokens / measured.rows, source)
         answer = Figure(measured.generated_tokens / measured.rows, source)
     else:
-        one_each = prompts.turns == "first"
-        requests = Figure(number, "one a question (prompts.turns: first)")
-        if not one_each:
+        if prompts.turns == "first":
+            requests = Figure(number, "one a question (prompts.turns: first)")
+        else:
             requests = Figure(number, "prompts.turns: all, at least one a question", "≥ ")
         prompt, answer = fact(params, "prompt_tokens"), fact(params, "generated_tokens")
         if answer.value is not None and answer.value > params.generate.max_tokens:
